@@ -1,0 +1,180 @@
+"""What keys mean together: combinations that cannot be are refused, options without effect are said (I12).
+
+Runs before a process, a file or an environment is touched. Knows strategies by their fields, never by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tiderl.config.load import Loaded
+from tiderl.config.schema import SECTIONS
+from tiderl.schedule.strategy import Strategy
+
+SIM_ONLY = "sim."
+NOT_IN_SIM = frozenset(
+    {
+        *("model.tokenizer", "warmup.demos", "warmup.updates", "warmup.lr", "env.isolation", "env.workers"),
+        *("env.deadline_s", "rollout.temperature", "algorithm.advantage", "train.lr", "cluster.kind"),
+        *("eval.temperature", "checkpoint.every_updates", "checkpoint.keep"),
+    }
+)
+"""What virtual time does not model: a shared file may hold them, but one given by `-o` to `sim` is a mistake."""
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """An option that was set, other than its default, and changes nothing in this run."""
+
+    key: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key} has no effect: {self.reason}"
+
+
+def check_combinations(loaded: Loaded, strategy: Strategy) -> None:
+    """Raises `ConfigurationError`, one for the first combination that cannot be."""
+    _check_model(loaded)
+    _check_lengths(loaded)
+    _check_batch(loaded)
+    _check_schedule(loaded, strategy)
+    _check_ranks(loaded, strategy)
+    wait = loaded.config.env.wait
+    if wait is not None and (wait.tail_s[1] < wait.tail_s[0] or (wait.tail_fraction > 0 and wait.tail_s[1] <= 0)):
+        raise loaded.refuse("env.wait.tail_s", f"must be [shortest, longest] seconds, given {list(wait.tail_s)}")
+
+
+def check_first_observation(loaded: Loaded, tokens: int) -> None:
+    """Refuse a context that cannot hold a first observation of `tokens` and one turn of the policy."""
+    rollout = loaded.config.rollout
+    if tokens + rollout.max_new_tokens_per_turn > rollout.max_context_tokens:
+        raise loaded.refuse(
+            "rollout.max_context_tokens",
+            f"{rollout.max_context_tokens} cannot hold a first observation of {tokens} tokens and one turn of "
+            f"{rollout.max_new_tokens_per_turn}",
+            f"give at least {tokens + rollout.max_new_tokens_per_turn}",
+        )
+
+
+def without_effect(loaded: Loaded, strategy: Strategy, *, command: str) -> tuple[NoEffect, ...]:
+    """The options of the file and `-o` that this run ignores, in the file's order. `command`: `train` or `sim`."""
+    found = [NoEffect(key, reason) for key, reason in _ignored(loaded, strategy) if key in loaded.set_keys]
+    for key in sorted(loaded.set_keys):
+        if loaded.origins[key] != "-o":
+            continue
+        if command == "train" and key.startswith(SIM_ONLY):
+            found.append(NoEffect(key, "it is read by `tiderl sim` only"))
+        if command == "sim" and key in NOT_IN_SIM:
+            found.append(NoEffect(key, "virtual time does not model it"))
+    order = list(loaded.origins)
+    return tuple(sorted(found, key=lambda item: order.index(item.key)))
+
+
+def _ignored(loaded: Loaded, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    config = loaded.config
+    fixed = strategy.max_staleness
+    if fixed is not None and config.schedule.max_staleness not in (
+        fixed,
+        _default("schedule", "max_staleness"),
+    ):
+        yield "schedule.max_staleness", f"the strategy {strategy.name} always runs at {fixed}"
+    if strategy.all_ranks_generate and config.cluster.rollout_ranks not in ("auto", config.cluster.ranks):
+        yield "cluster.rollout_ranks", f"under the strategy {strategy.name} all ranks generate"
+    if config.algorithm.kl_coef == 0 and config.cluster.reference_ranks not in ("auto", 0):
+        yield "cluster.reference_ranks", "algorithm.kl_coef is 0, so there is no reference"
+    if config.model.path != "scratch":
+        yield from (
+            (f"model.{size}", "the sizes are those of model.path") for size in ("layers", "hidden", "heads", "kv_heads")
+        )
+    if config.warmup.demos == 0 or config.warmup.updates == 0:
+        zero = "demos" if config.warmup.demos == 0 else "updates"
+        rest = [key for key in ("demos", "updates", "lr") if key != zero and getattr(config.warmup, key) != 0]
+        yield from ((f"warmup.{key}", f"warmup.{zero} is 0") for key in rest)
+    if config.env.isolation != "pool" and config.env.workers != _default("env", "workers"):
+        yield "env.workers", f"it counts for isolation pool, not {config.env.isolation}"
+    if config.env.wait is not None and config.env.wait.tail_fraction == 0 and config.env.wait.tail_s != (0.0, 0.0):
+        yield "env.wait.tail_s", "env.wait.tail_fraction is 0"
+    if config.eval.prompts == 0:
+        yield from ((f"eval.{key}", "eval.prompts is 0") for key in ("every_updates", "temperature"))
+
+
+def _default(section: str, key: str) -> object:
+    return SECTIONS[section].model_fields[key].default
+
+
+def _check_model(loaded: Loaded) -> None:
+    model = loaded.config.model
+    if model.path != "scratch":
+        return
+    if model.hidden % model.heads or (model.hidden // model.heads) % 2:
+        even = f"{model.hidden} over {model.heads} heads"
+        raise loaded.refuse("model.hidden", f"must divide by model.heads into an even head size, given {even}")
+    if model.heads % model.kv_heads:
+        raise loaded.refuse("model.heads", f"must divide by model.kv_heads, given {model.heads} and {model.kv_heads}")
+
+
+def _check_lengths(loaded: Loaded) -> None:
+    rollout, train = loaded.config.rollout, loaded.config.train
+    context = rollout.max_context_tokens
+    if rollout.max_new_tokens_per_turn >= context:
+        raise loaded.refuse(
+            "rollout.max_new_tokens_per_turn",
+            f"{rollout.max_new_tokens_per_turn} leaves no room for an observation in max_context_tokens {context}",
+        )
+    if rollout.kv_budget_tokens != "auto" and rollout.kv_budget_tokens < context:
+        raise loaded.refuse(
+            "rollout.kv_budget_tokens",
+            f"{rollout.kv_budget_tokens} cannot hold one task of rollout.max_context_tokens {context}",
+            "raise it, or lower rollout.max_context_tokens",
+        )
+    if train.micro_batch_tokens < context:
+        raise loaded.refuse(
+            "train.micro_batch_tokens",
+            f"{train.micro_batch_tokens} cannot hold one sequence of rollout.max_context_tokens {context}",
+        )
+
+
+def _check_batch(loaded: Loaded) -> None:
+    train, algorithm = loaded.config.train, loaded.config.algorithm
+    if train.global_batch_groups % train.steps_per_batch:
+        raise loaded.refuse(
+            "train.global_batch_groups",
+            f"{train.global_batch_groups} groups do not divide by train.steps_per_batch {train.steps_per_batch}",
+            f"give a multiple of {train.steps_per_batch}",
+        )
+    if algorithm.group_size < 2:
+        raise loaded.refuse(
+            "algorithm.group_size",
+            f"the advantage {algorithm.advantage!r} compares the members of a group, so it needs at least 2, "
+            f"given {algorithm.group_size}",
+        )
+
+
+def _check_schedule(loaded: Loaded, strategy: Strategy) -> None:
+    schedule = loaded.config.schedule
+    bound = schedule.max_staleness if strategy.max_staleness is None else strategy.max_staleness
+    if schedule.publish_every_updates > bound + 1:
+        raise loaded.refuse(
+            "schedule.publish_every_updates",
+            f"{schedule.publish_every_updates} is more than max_staleness + 1 = {bound + 1}: tokens would get too old",
+            f"give at most {bound + 1}"
+            + ("" if strategy.max_staleness is not None else ", or raise schedule.max_staleness"),
+        )
+
+
+def _check_ranks(loaded: Loaded, strategy: Strategy) -> None:
+    cluster = loaded.config.cluster
+    ranks, rollout = cluster.ranks, cluster.rollout_ranks
+    if cluster.reference_ranks not in ("auto", 0) and loaded.config.algorithm.kl_coef > 0:
+        what = "ranks for the reference alone are not yet supported: it sits beside the actor"
+        raise loaded.refuse("cluster.reference_ranks", what, "leave it at auto")
+    if rollout == "auto" or strategy.all_ranks_generate:
+        return
+    if rollout > ranks or (rollout == ranks and ranks > 1):
+        raise loaded.refuse(
+            "cluster.rollout_ranks",
+            f"{rollout} of cluster.ranks {ranks} leaves no rank to train under the strategy {strategy.name}",
+            f"give at most {ranks - 1}, or auto",
+        )

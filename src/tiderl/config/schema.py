@@ -1,0 +1,272 @@
+"""The configuration's keys: names, types, ranges, defaults and units, exactly those of architecture §10.
+
+Shape and range of one key only. What keys mean together is in `check.py`, what `auto` becomes in `resolve.py`, where a
+value came from in `load.py`. Knows nothing of files, strategies or the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic_core import PydanticCustomError
+
+Auto = Literal["auto"]
+
+
+def _auto_or_whole(minimum: int) -> PlainValidator:
+    """One message for both alternatives, where a union would give two."""
+
+    def validate(value: object) -> int | str:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= minimum):
+            return value
+        raise ValueError(f"must be a whole number of at least {minimum}, or auto")
+
+    return PlainValidator(validate)
+
+
+def not_yet(message: str) -> PydanticCustomError:
+    """The refusal of a name that is reserved (architecture §12)."""
+    return PydanticCustomError("not_yet_supported", "{message}", {"message": message})
+
+
+def _not_yet(supported: tuple[Any, ...], reserved: tuple[str, ...]) -> BeforeValidator:
+    """Names that are taken but not built are refused as such, never as unknown."""
+
+    def validate(value: object) -> object:
+        if value in reserved:
+            raise not_yet(f"{value!r} is not yet supported; use {' or '.join(map(str, supported))}")
+        return value
+
+    return BeforeValidator(validate)
+
+
+def _only(supported: object, what: str) -> Callable[[object], object]:
+    def validate(value: object) -> object:
+        if value != supported:
+            raise not_yet(f"{what} is not yet supported; leave the key out")
+        return value
+
+    return validate
+
+
+AutoPositive = Annotated[int | Auto, _auto_or_whole(1)]
+AutoCount = Annotated[int | Auto, _auto_or_whole(0)]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Seconds = Annotated[float, Field(gt=0.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A mapping of known keys. Strict: "3" is not 3 and true is not 1."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The policy. The sizes count only for `path: scratch`; else they are those of the folder."""
+
+    path: Name = "scratch"
+    """`scratch`, or a Hugging Face folder."""
+    tokenizer: Annotated[Literal["words"], _not_yet(("words",), ("chat",))] = "words"
+    """`words`: one token for each word of the environment's vocabulary."""
+    layers: Positive = 4
+    hidden: Positive = 128
+    heads: Positive = 4
+    kv_heads: Positive = 2
+
+
+class WarmupConfig(Section):
+    """Supervised steps on the environment's expert before update 1."""
+
+    demos: Count = 60
+    """Demonstrations, one episode each; 0 = no warm-up."""
+    updates: Count = 40
+    lr: PositiveFloat = 1.0e-3
+
+
+class WaitConfig(Section):
+    """Extra seconds that every environment step really waits: lognormal with a heavy tail."""
+
+    kind: Literal["lognormal"] = "lognormal"
+    median_s: Seconds
+    sigma: NonNegative
+    tail_fraction: Fraction = 0.0
+    """Of the steps, whose wait is drawn evenly from `tail_s` instead."""
+    tail_s: Annotated[tuple[NonNegative, NonNegative], Field(strict=False)] = (0.0, 0.0)
+
+
+def _wait(value: object) -> object:
+    """`none` is None inside; anything but a mapping is refused with an example."""
+    if value is None or value == "none":
+        return None
+    if not isinstance(value, Mapping | WaitConfig):
+        raise ValueError("must be none, or a mapping such as {kind: lognormal, median_s: 0.2, sigma: 1.2}")
+    return value
+
+
+class EnvConfig(Section):
+    """Where the tasks come from."""
+
+    name: Name = "builtin"
+    """A registered name, `./mine.py:Mine`, or `package.module:Class`."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the environment's class."""
+    isolation: Literal["async", "pool", "process"] = "pool"
+    """In the driver; in `workers` processes with many environments each; or in one process each."""
+    workers: Positive = 1
+    slots: AutoPositive = "auto"
+    """Environments open at a time."""
+    deadline_s: Seconds = 30.0
+    """For each reset, step and score."""
+    wait: Annotated[WaitConfig | None, BeforeValidator(_wait)] = None
+    """`none` in the file."""
+
+
+class RolloutConfig(Section):
+    """How trajectories are generated."""
+
+    engine: Annotated[Literal["torch"], _not_yet(("torch",), ("vllm", "vllm-cpu"))] = "torch"
+    ranks_per_engine: Annotated[int, BeforeValidator(_only(1, "more than one rank for an engine"))] = 1
+    kv_budget_tokens: AutoPositive = "auto"
+    """KV positions that one replica may hold."""
+    kv_policy: Annotated[Literal["auto", "lru"], _not_yet(("auto", "lru"), ("ctb",))] = "auto"
+    max_turns: Positive = 16
+    max_context_tokens: Positive = 512
+    """Of one trajectory, observations included."""
+    max_new_tokens_per_turn: Positive = 4
+    temperature: PositiveFloat = 1.0
+
+
+class AlgorithmConfig(Section):
+    """What an update computes."""
+
+    loss: Literal["auto", "grpo", "decoupled_ppo"] = "auto"
+    advantage: Literal["group", "leave_one_out"] = "group"
+    group_size: Positive = 8
+    """Trajectories sampled for one prompt."""
+    kl_coef: NonNegative = 0.01
+    """Weight of the KL to the model after the warm-up; 0 = no reference is computed."""
+
+
+class TrainConfig(Section):
+    """The optimizer's side."""
+
+    updates: Positive = 60
+    global_batch_groups: Positive = 8
+    """Groups that one update consumes."""
+    micro_batch_tokens: Positive = 4096
+    steps_per_batch: Positive = 1
+    """Optimizer steps over parts of one global batch."""
+    lr: PositiveFloat = 3.0e-4
+    sharding: Annotated[Literal["none"], _not_yet(("none",), ("fsdp", "zero", "ddp", "tensor"))] = "none"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+
+class ScheduleConfig(Section):
+    """Who generates and trains when."""
+
+    strategy: Name = "areal"
+    max_staleness: Count = 1
+    """In updates, for the strategies that allow any."""
+    staleness_counts: Annotated[Literal["oldest_token"], _not_yet(("oldest_token",), ("window",))] = "oldest_token"
+    publish_every_updates: Positive = 1
+
+
+class ClusterConfig(Section):
+    """Ranks: one process and one accelerator (or CPU worker) each."""
+
+    kind: Annotated[Literal["inline", "process"], _not_yet(("inline", "process"), ("ray",))] = "process"
+    ranks: Positive = 2
+    rollout_ranks: AutoPositive = "auto"
+    reference_ranks: AutoCount = "auto"
+
+
+class CheckpointConfig(Section):
+    """What makes a run resumable."""
+
+    every_updates: AutoPositive = "auto"
+    """`auto`: each update while that costs under 5 % of it."""
+    keep: Positive = 2
+
+
+class EvalConfig(Section):
+    """Held-out prompts, before the first update, every so often, and after the last."""
+
+    every_updates: Count = 10
+    """0 = only before the first and after the last."""
+    prompts: Count = 200
+    """0 = no evaluation at all."""
+    temperature: NonNegative = 1.0
+    """0 = greedy."""
+
+
+class LogConfig(Section):
+    """Reserved for profiles and trackers."""
+
+    profile: Annotated[bool, BeforeValidator(_only(False, "a profile"))] = False
+    trackers: Annotated[list[str], BeforeValidator(_only([], "a tracker"))] = []
+
+
+class SimConfig(Section):
+    """Read by `tiderl sim` only."""
+
+    hardware: Name = "this-cpu"
+    model: Annotated[str, BeforeValidator(_only("auto", "another model"))] = "auto"
+    """`auto`: the shape of `model:`."""
+    workload: Annotated[str, BeforeValidator(_only("auto", "another workload"))] = "auto"
+    """`auto`: the profile that the environment's registry line holds."""
+    workload_seed: Annotated[int | Auto, _auto_or_whole(0)] = "auto"
+    """Seed of lengths and waits; `auto`: the run's `seed`."""
+    faults: Annotated[str, BeforeValidator(_only("none", "a fault plan"))] = "none"
+
+
+class Config(Section):
+    """One run."""
+
+    run: Name | None = None
+    """A name under `runs/` or a path; without one, `<file stem>-<number>`."""
+    seed: Count = 0
+    model: ModelConfig = ModelConfig()
+    warmup: WarmupConfig = WarmupConfig()
+    env: EnvConfig = EnvConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig = TrainConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+    sim: SimConfig = SimConfig()
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+}
+
+_SAMPLED = "the trainer's log-probs must be those of the distribution that was sampled; remove the key"
+
+RESERVED: Mapping[str, str] = {
+    "train.lora": "train.lora is not yet supported; the whole model is trained",
+    "gateway": "the gateway is not yet supported",
+    "rollout.top_p": f"top-p is refused in training: {_SAMPLED}",
+    "rollout.top_k": f"top-k is refused in training: {_SAMPLED}",
+}
+"""Keys that are no keys, each with the reason (architecture §12; the engine must sample what the trainer computes)."""
+
+
+def known_keys() -> list[str]:
+    """Every dotted key of the configuration, sections included, in the file's order."""
+    keys: list[str] = []
+    for name in Config.model_fields:
+        keys.append(name)
+        keys += [f"{name}.{inner}" for inner in SECTIONS[name].model_fields] if name in SECTIONS else []
+    return keys

@@ -1,0 +1,128 @@
+"""The error tree: every failure that TideRL knows has a type, and says what, where and what to do.
+
+Knows nothing but strings. A message is one or two lines; `where` names a file and key, a rank, an
+environment or a request. Failures that end a trajectory carry the `reason` written to the journal.
+"""
+
+from __future__ import annotations
+
+
+class TideError(Exception):
+    """Base of all errors raised on purpose. `str()` is one line: what (where). What to do."""
+
+    reason = "error"
+
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        self.what, self.where, self.hint = what, where, hint
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text}\n  {self.hint}" if self.hint else text
+
+
+class ConfigurationError(TideError):
+    """The user's configuration, command line or installation is at fault; exit code 2."""
+
+    reason = "configuration"
+
+
+class MissingExtraError(ConfigurationError):
+    """A feature needs a package outside the base install; the hint names the extra."""
+
+    def __init__(self, package: str, extra: str, *, where: str = "") -> None:
+        super().__init__(
+            f"the package {package!r} is not installed",
+            where=where,
+            hint=f"install it with: pip install 'tiderl[{extra}]'",
+        )
+
+
+class EnvironmentFault(TideError):
+    """The environment raised, hung past its deadline or answered nonsense (architecture §8)."""
+
+    reason = "environment_fault"
+
+
+class EnvironmentRaised(EnvironmentFault):
+    """The environment's own code raised an exception."""
+
+    reason = "environment_raised"
+
+
+class EnvironmentTimeout(EnvironmentFault):
+    """The environment did not answer within `env.deadline_s`."""
+
+    reason = "environment_timeout"
+
+
+class EnvironmentNonsense(EnvironmentFault):
+    """The answer is not of the protocol: None, a non-finite reward, a wrong type, an endless text."""
+
+    reason = "environment_nonsense"
+
+
+class VerifierFault(TideError):
+    """`score` raised, hung or answered a non-finite number."""
+
+    reason = "verifier_fault"
+
+
+class InfrastructureFault(TideError):
+    """A rank, worker process or channel failed; never the policy's fault, never trained as reward 0."""
+
+    reason = "infrastructure"
+
+
+class RankLost(InfrastructureFault):
+    """The process of a rank died or its channel closed."""
+
+    reason = "rank_lost"
+
+
+class ChannelTimeout(InfrastructureFault):
+    """A request got no answer within its deadline."""
+
+    reason = "channel_timeout"
+
+
+class BudgetError(TideError):
+    """Something does not fit a budget of tokens, turns or memory."""
+
+    reason = "budget"
+
+
+class RequestTooLarge(BudgetError):
+    """A request that can never fit: larger than the context or than the replica's whole KV budget."""
+
+    reason = "request_too_large"
+
+
+class NumericalFault(TideError):
+    """Logits, losses or gradients that are not finite; names the request or update."""
+
+    reason = "numerical"
+
+
+class CheckpointError(TideError):
+    """A checkpoint, journal or run directory cannot be written or read."""
+
+    reason = "checkpoint"
+
+
+class RunLockedError(CheckpointError):
+    """Another live driver holds the run directory."""
+
+    reason = "run_locked"
+
+
+class DeadlockError(TideError):
+    """The run can make no progress; the message names who waits for whom."""
+
+    reason = "deadlock"
+
+
+class InvariantViolation(TideError):
+    """One of I1…I12 does not hold: a fault of TideRL itself, never of its user."""
+
+    reason = "invariant"

@@ -1,0 +1,127 @@
+"""Frozen settings that `api` resolves from the configuration and hands to the parts.
+
+Everything `auto` is already a number here. Also the price list of numbers that `schedule` may not import from `cost`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+LossName = Literal["grpo", "decoupled_ppo"]
+AdvantageName = Literal["group", "leave_one_out"]
+
+
+class ModelSettings(msgspec.Struct, frozen=True):
+    """The policy. `path` is `scratch` or a Hugging Face folder; the sizes count only for `scratch`."""
+
+    path: str
+    vocab_size: int
+    max_context_tokens: int
+    pad_id: int
+    stop_ids: tuple[int, ...]
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    dtype: str = "float32"
+    device: str = "cpu"
+    words: tuple[str, ...] = ()  # the vocabulary in id order, for the saved tokenizer
+
+
+class EngineSettings(msgspec.Struct, frozen=True):
+    """One replica's engine."""
+
+    model: ModelSettings
+    kv_budget_tokens: int
+    max_batch: int = 64  # sequences computed in one step
+    prefill_tokens_per_step: int = 2048
+    kv_policy: str = "lru"
+
+
+class TrainerSettings(msgspec.Struct, frozen=True):
+    """The trainer on one rank. `clip_*` and `importance_weight_cap`: see `trainers/losses.py`."""
+
+    model: ModelSettings
+    seed: int
+    temperature: float
+    loss: LossName = "grpo"
+    advantage: AdvantageName = "group"
+    kl_coef: float = 0.01
+    lr: float = 3.0e-4
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    importance_weight_cap: float = 2.0
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.0
+    steps_per_batch: int = 1
+    micro_batch_tokens: int = 4096
+    weights_dir: str = ""  # where versions are exported to; "" = /dev/shm where it has room, else the temporary folder
+
+
+class WarmupSettings(msgspec.Struct, frozen=True):
+    demos: int
+    updates: int
+    lr: float
+
+
+class EvalSettings(msgspec.Struct, frozen=True):
+    every_updates: int
+    prompts: int
+    temperature: float
+
+
+class RunSettings(msgspec.Struct, frozen=True):
+    """What the runtime needs to know; the same for real and virtual time."""
+
+    seed: int
+    updates: int
+    global_batch_groups: int
+    group_size: int
+    steps_per_batch: int
+    micro_batch_tokens: int
+    max_staleness: int
+    staleness_counts: str
+    publish_every_updates: int
+    max_turns: int
+    max_context_tokens: int
+    max_new_tokens_per_turn: int
+    temperature: float
+    slots: int
+    uses_reference: bool
+    warmup: WarmupSettings
+    evaluation: EvalSettings
+    logprob_gap_alarm: float
+    """Mean absolute engine-trainer log-prob gap at equal version above which a fault is recorded."""
+    checkpoint_every_updates: int = 0  # 0 = as cheap as it is
+    checkpoint_keep: int = 2
+
+
+class WaitProfile(msgspec.Struct, frozen=True):
+    """Extra seconds that an environment's step really waits: lognormal with a heavy tail."""
+
+    median_s: float
+    sigma: float
+    tail_fraction: float = 0.0
+    tail_s: tuple[float, float] = (0.0, 0.0)
+
+
+class WorkloadProfile(msgspec.Struct, frozen=True):
+    """How an environment behaves, for virtual time: lognormal lengths by their median and sigma.
+
+    Kept in the environment registry's line; read without importing the environment.
+    """
+
+    turns_median: float
+    turns_sigma: float
+    first_observation_tokens: float
+    observation_tokens: float
+    observation_sigma: float
+    action_tokens: float
+    action_sigma: float
+    step_s: float
+    step_sigma: float
+    reset_s: float = 0.0
+    group_correlation: float = 0.5
+    success_fraction: float = 0.5

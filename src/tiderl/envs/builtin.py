@@ -1,0 +1,148 @@
+"""The built-in environment: find and take the named object in a small grid seen from within. No dependencies.
+
+The same prompt gives the same grid (I9). Of two objects in sight only one is asked for, and taking the other one ends the
+task: a few demonstrations teach the walking, the rest is learnt from reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tiderl.data.records import Action, Prompt, Split, Step
+from tiderl.data.rng import stream
+from tiderl.envs.base import Environment
+
+ACTIONS = ("left", "right", "forward", "take")
+COLORS = ("red", "green", "blue", "white")
+THINGS = ("cup", "key", "book")
+SCENE_WORDS = ("fetch", "see", "wall", "nothing", "ahead", "taken", "wrong", "invalid")
+
+SIZE_CELLS = 5
+OBJECTS = 2
+MAX_TURNS = 16
+TRAIN_PROMPTS = 10_000
+EVAL_PROMPTS = 1_000
+TRAIN_SEEDS_FROM = 1_000_000  # evaluation seeds are 0 … 999, so no seed is in both
+
+Cell = tuple[int, int]
+HEADINGS: tuple[Cell, ...] = ((0, -1), (1, 0), (0, 1), (-1, 0))  # north, east, south, west; y grows to the south
+
+
+class Fetch(Environment):
+    """Options: `size`, cells a side; `objects`, of different looks; `max_turns`.
+
+    Seen is what lies ahead or beside, not behind; `forward` into a wall or an object leaves the agent where it is; `take`
+    takes the object in the next cell ahead.
+    """
+
+    def __init__(self, size: int = SIZE_CELLS, objects: int = OBJECTS, max_turns: int = MAX_TURNS) -> None:
+        self._size, self._object_count, self._max_turns = size, objects, max_turns
+        self._objects: dict[Cell, tuple[str, str]] = {}
+        self._wanted = ("", "")
+        self._at: Cell = (0, 0)
+        self._heading = 0
+        self._turns = 0
+
+    @classmethod
+    def prompts(cls, split: Split, **options: Any) -> Sequence[Prompt]:
+        if split == "train":
+            return [Prompt(f"train-{number}", TRAIN_SEEDS_FROM + number) for number in range(TRAIN_PROMPTS)]
+        return [Prompt(f"eval-{number}", number) for number in range(EVAL_PROMPTS)]
+
+    @classmethod
+    def vocabulary(cls, size: int = SIZE_CELLS, **options: Any) -> Sequence[str]:
+        return (*ACTIONS, *COLORS, *THINGS, *SCENE_WORDS, *(str(number) for number in range(1, size + 1)))
+
+    def reset(self, prompt: Prompt) -> str:
+        random = stream(prompt.seed, "fetch", self._size, self._object_count)
+        cells = random.permutation(self._size**2)[: self._object_count + 1].tolist()
+        looks = random.permutation(len(COLORS) * len(THINGS))[: self._object_count].tolist()
+        places = [(cell % self._size, cell // self._size) for cell in cells]
+        self._at = places.pop()
+        named = [(COLORS[look % len(COLORS)], THINGS[look // len(COLORS)]) for look in looks]
+        self._objects = dict(zip(places, named, strict=True))
+        self._wanted = named[0]
+        self._heading = int(random.integers(len(HEADINGS)))
+        self._turns = 0
+        return f"fetch {self._wanted[0]} {self._wanted[1]} {self._scene()}"
+
+    def step(self, action: Action) -> Step:
+        """An action that is none of the four words ends the task without reward, and so does the last turn."""
+        self._turns += 1
+        word = "" if action.malformed else action.text
+        if word == "take":
+            taken = self._objects.get(self._next_cell())
+            if taken is not None:
+                success = taken == self._wanted
+                ending = "taken" if success else "wrong"
+                return Step(ending, float(success), terminated=True, info={"success": success})
+        elif word == "forward":
+            target = self._next_cell()
+            if self._inside(target) and target not in self._objects:
+                self._at = target
+        elif word in ("left", "right"):
+            self._heading = (self._heading + (1 if word == "right" else -1)) % len(HEADINGS)
+        else:
+            return Step("invalid", terminated=True, info={"success": False, "invalid_action": True})
+        if self._turns >= self._max_turns:
+            return Step(self._scene(), truncated=True, info={"success": False})
+        return Step(self._scene())
+
+    def expert(self, prompt: Prompt) -> list[str]:
+        """A shortest way to the object that was asked for."""
+        self.reset(prompt)
+        goal = next(cell for cell, look in self._objects.items() if look == self._wanted)
+        ways: list[tuple[Cell, int, list[str]]] = [(self._at, self._heading, [])]
+        known = {(self._at, self._heading)}
+        for at, heading, way in ways:  # breadth first: the list grows while it is walked through
+            ahead = _sum(at, HEADINGS[heading])
+            if ahead == goal:
+                return [*way, "take"]
+            following = [("left", at, (heading - 1) % 4), ("right", at, (heading + 1) % 4)]
+            if self._inside(ahead) and ahead not in self._objects:
+                following.insert(0, ("forward", ahead, heading))
+            for word, cell, turned in following:
+                if (cell, turned) not in known:
+                    known.add((cell, turned))
+                    ways.append((cell, turned, [*way, word]))
+        return []  # walled in by other objects: nobody can solve it
+
+    def _scene(self) -> str:
+        """How far the wall ahead is, and each object that is not behind, the nearest first."""
+        right = HEADINGS[(self._heading + 1) % 4]
+        forward = HEADINGS[self._heading]
+        seen = []
+        for (x, y), look in self._objects.items():
+            way = (x - self._at[0], y - self._at[1])
+            ahead, aside = _dot(way, forward), _dot(way, right)
+            if ahead >= 0:
+                seen.append((ahead + abs(aside), aside, [*look, *_place(ahead, aside)]))
+        steps = 1
+        while self._inside((self._at[0] + steps * forward[0], self._at[1] + steps * forward[1])):
+            steps += 1
+        words = ["wall", str(steps), "see"]
+        for *_, described in sorted(seen):
+            words += described
+        return " ".join(words if seen else [*words, "nothing"])
+
+    def _next_cell(self) -> Cell:
+        return _sum(self._at, HEADINGS[self._heading])
+
+    def _inside(self, cell: Cell) -> bool:
+        return 0 <= cell[0] < self._size and 0 <= cell[1] < self._size
+
+
+def _place(ahead: int, aside: int) -> list[str]:
+    words = [str(ahead), "ahead"] if ahead else []
+    if aside:
+        words += [str(abs(aside)), "left" if aside < 0 else "right"]
+    return words
+
+
+def _sum(a: Cell, b: Cell) -> Cell:
+    return a[0] + b[0], a[1] + b[1]
+
+
+def _dot(a: Cell, b: Cell) -> int:
+    return a[0] * b[0] + a[1] * b[1]

@@ -1,0 +1,1 @@
+"""What a run tells: metrics, files and views, all derived from its events."""

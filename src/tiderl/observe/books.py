@@ -1,0 +1,112 @@
+"""Two running accounts from events: what became of every issued trajectory, and how long rollout waited.
+
+Keeps I1 countable: issued = trained + dropped + in flight at every moment, without reading the journal. Knows only events.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tiderl.data.events import Dropped, PromptIssued, RankState, RoleChanged, StepStarted, TaskAdmitted, UpdateCommitted
+
+GROUP_DROPPED = "group_dropped"
+"""The reason of the members that go because another member's failure gave the whole group up."""
+
+ROLLOUT_WAITS = frozenset({"idle_staleness", "loading"})
+"""Activities of a rollout rank that waits: for the trainer to consume, or for new weights."""
+
+
+@dataclass
+class _Group:
+    """One prompt's members: every trajectory id each of them had, and who waits for a refill."""
+
+    ids: dict[int, set[int]] = field(default_factory=dict)
+    last_dropped: set[int] = field(default_factory=set)
+    given_up: bool = False
+
+    def issued(self, group_size: int) -> int:
+        extra = sum(len(ids) - 1 for ids in self.ids.values())
+        return group_size + extra + (0 if self.given_up else len(self.last_dropped))
+
+
+class IssueBook:
+    """`issued` counts trajectories: a group's members when its prompt is issued, each refill when its need arises."""
+
+    def __init__(self) -> None:
+        self.trained = 0
+        self.dropped: Counter[str] = Counter()
+        self.dropped_tokens = 0
+        self.group_size = 0
+        self._closed = 0
+        self._open: dict[int, _Group] = {}
+        self._consuming: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def issued(self) -> int:
+        return self._closed + sum(group.issued(self.group_size) for group in self._open.values())
+
+    @property
+    def in_flight(self) -> int:
+        """Running and ready."""
+        return self.issued - self.trained - sum(self.dropped.values())
+
+    def observe(self, event: PromptIssued | TaskAdmitted | Dropped | StepStarted | UpdateCommitted) -> None:
+        match event:
+            case PromptIssued():
+                self._open[event.prompt_id] = _Group()
+            case TaskAdmitted(split="train") if event.prompt_id in self._open:
+                group = self._open[event.prompt_id]
+                group.ids.setdefault(event.member, set()).add(event.trajectory_id)
+                group.last_dropped.discard(event.member)
+            case Dropped():
+                self._drop(event)
+            case StepStarted():
+                self._consuming[event.update] = event.prompt_ids
+            case UpdateCommitted():
+                self.trained += event.trajectories
+                for prompt_id in self._consuming.pop(event.update, ()):
+                    group = self._open.pop(prompt_id, _Group())
+                    self._closed += group.issued(self.group_size)
+
+    def _drop(self, event: Dropped) -> None:
+        self.dropped[event.reason] += 1
+        self.dropped_tokens += event.tokens
+        group = self._open.setdefault(event.prompt_id, _Group())
+        group.ids.setdefault(event.member, set()).add(event.trajectory_id)
+        group.last_dropped.add(event.member)
+        group.given_up |= event.reason == GROUP_DROPPED
+
+
+class WaitBook:
+    """Rank-seconds that rollout ranks spent in `ROLLOUT_WAITS` since `start_s`; a rank that trains meanwhile does not wait."""
+
+    def __init__(self) -> None:
+        self.start_s: float | None = None
+        self.rank_seconds = 0.0
+        self.rollout_ranks: set[int] = set()
+        self._since: dict[int, tuple[float, str, str]] = {}
+        self._acting: set[int] = set()
+
+    def observe(self, event: RankState | RoleChanged) -> None:
+        self._settle(event.rank, event.t_s)
+        if isinstance(event, RoleChanged):
+            (self._acting.discard if event.to_role == "rollout" else self._acting.add)(event.rank)
+            return
+        self._since[event.rank] = (event.t_s, event.role, event.activity)
+        if event.role == "rollout":
+            self.rollout_ranks.add(event.rank)
+
+    def settle(self, now_s: float) -> None:
+        """Bring the account up to `now_s`."""
+        for rank in self._since:
+            self._settle(rank, now_s)
+
+    def _settle(self, rank: int, now_s: float) -> None:
+        if rank not in self._since:
+            return
+        since, role, activity = self._since[rank]
+        waits = role == "rollout" and activity in ROLLOUT_WAITS and rank not in self._acting
+        if waits and self.start_s is not None:
+            self.rank_seconds += max(0.0, now_s - max(since, self.start_s))
+        self._since[rank] = (now_s, role, activity)

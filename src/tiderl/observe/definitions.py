@@ -1,0 +1,51 @@
+"""What every figure of a result means: unit, numerator and denominator, in one sentence each.
+
+The keys are those of `RunMetrics.summary()`, exactly; a test keeps them so. Texts only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+DEFINITIONS: Mapping[str, str] = {
+    "strategy": "name of the schedule",
+    "seed": "the run's seed",
+    "outcome": "done, stopped or failed; null while it runs",
+    "updates": "number of the last committed update",
+    "goodput_tokens_per_s": (
+        "loss-bearing tokens of committed updates, each once, divided by the seconds from the first issued task to the last "
+        "commit; evaluation and checkpoints are inside these seconds, start-up and warm start are not"
+    ),
+    "goodput_tokens_per_rank_s": "goodput_tokens_per_s divided by all ranks",
+    "consumed_groups_per_s": "groups of committed updates divided by the same seconds",
+    "eval_success_first": "successes over finished held-out episodes of the first evaluation; episodes lost to faults are in neither",
+    "eval_success_last": "the same of the last evaluation",
+    "eval_success_curve": "[version, success] of every evaluation, in order",
+    "staleness_max": "updates; largest (update - 1) - version over all loss-bearing tokens trained",
+    "staleness_mean_tokens": "updates; mean of the same over all loss-bearing tokens trained",
+    "window_staleness_max": "updates; the longest that a trained group waited after it was ready",
+    "issued": "trajectories: a group's members when its prompt is issued, and each refill; issued = trained + dropped + in_flight",
+    "trained": "trajectories of committed updates",
+    "dropped": "trajectories by reason",
+    "in_flight": "trajectories running or ready",
+    "dropped_tokens": "tokens of dropped trajectories as far as they had come, observations included",
+    "generated_tokens": "tokens sampled for training, whatever became of them; evaluation is not in it",
+    "trained_loss_tokens": "loss-bearing tokens of committed updates",
+    "twt_s": "seconds that the trainer waited for data, over the committed updates",
+    "rwt_s": (
+        "seconds that a rollout rank waited for consumption or for new weights, from the first issued task to the last commit; "
+        "mean over the rollout ranks"
+    ),
+    "reward_first": "mean trajectory reward of the first committed update",
+    "reward_last": "mean trajectory reward of the last committed update",
+    "kv_hit_fraction": "context tokens of training turns that were not computed again, over all their context tokens",
+    "logprob_gap_mean": "mean |engine - trainer| log-prob at equal weight version, weighted by the tokens compared",
+    "logprob_gap_alarms": "updates whose own mean gap is over the limit",
+    "faults": "faults that were handled, by type",
+    "ranks": "ranks of the run",
+    "ranks_lost": "times that a rank was lost",
+    "versions_published": "weight versions that rollout may load, version 0 included",
+    "clock_s": "the run's clock at its last event, in seconds",
+    "setup_s": "seconds from the start of the run's clock to the first issued task, warm start included",
+    "evals": "one row an evaluation: version, prompts, successes, failed, success, reward_mean, turns_mean, seconds",
+}

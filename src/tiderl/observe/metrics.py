@@ -1,0 +1,224 @@
+"""Every figure of a result, derived from the run's events alone, each with its unit and denominator.
+
+The same class reads a live run, a simulation and a recorded one, so that their figures mean the same (`definitions.py`
+says what). A figure that has no meaning yet is None. Knows no files, no clock and no engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+from tiderl.data.events import (
+    Dropped,
+    EvalFinished,
+    Event,
+    Fault,
+    PromptIssued,
+    RankLostEvent,
+    RankState,
+    RoleChanged,
+    RunEnded,
+    RunStarted,
+    StepStarted,
+    TaskAdmitted,
+    TurnFinished,
+    UpdateCommitted,
+    VersionPublished,
+)
+from tiderl.observe.books import IssueBook, WaitBook
+
+LOGPROB_GAP_ALARM = "LogprobGapAlarm"
+"""The fault that the runtime records for an update whose engine-trainer gap exceeds its limit."""
+
+
+class RunMetrics:
+    """Feed it every event in order, ask for `summary()` at any moment."""
+
+    def __init__(self) -> None:
+        self.started: RunStarted | None = None
+        self.outcome: str | None = None
+        self.clock_s = 0.0
+        self.first_issue_s: float | None = None
+        self.last_commit: UpdateCommitted | None = None
+        self.first_commit: UpdateCommitted | None = None
+        self.evals: list[EvalFinished] = []
+        self.faults: Counter[str] = Counter()
+        self.ranks_lost = 0
+        self.versions_published = 0
+        self.generated_tokens = 0
+        self.context_tokens = 0
+        self.cached_tokens = 0
+        self.groups = 0
+        self.loss_tokens = 0
+        self.trained_tokens = 0
+        self.stale_token_updates = 0.0
+        self.staleness_max: int | None = None
+        self.window_staleness_max: int | None = None
+        self.twt_s = 0.0
+        self.rwt_rank_s = 0.0
+        self.gap_sum = 0.0
+        self.gap_tokens = 0.0
+        self.issue = IssueBook()
+        self.waits = WaitBook()
+        self._waited_s: dict[int, float] = {}
+
+    def observe(self, event: Event) -> None:
+        self.clock_s = max(self.clock_s, event.t_s)
+        match event:
+            case TurnFinished():
+                if event.split == "train":
+                    self.generated_tokens += event.new_tokens
+                    self.context_tokens += event.context_tokens
+                    self.cached_tokens += event.cached_tokens
+            case RankState() | RoleChanged():
+                self.waits.observe(event)
+            case TaskAdmitted() | Dropped():
+                self.issue.observe(event)
+            case PromptIssued():
+                self._issued(event)
+            case StepStarted():
+                self._waited_s[event.update] = event.waited_s
+                self.issue.observe(event)
+            case UpdateCommitted():
+                self._committed(event)
+            case EvalFinished():
+                self.evals.append(event)
+            case Fault():
+                self.faults[event.what] += 1
+            case RankLostEvent():
+                self.ranks_lost += 1
+            case VersionPublished():
+                self.versions_published += 1
+            case RunStarted():
+                self.started = event
+                self.issue.group_size = event.group_size
+            case RunEnded():
+                self.outcome = event.outcome
+
+    def _issued(self, event: PromptIssued) -> None:
+        if self.first_issue_s is None:
+            self.first_issue_s = self.waits.start_s = event.t_s
+        self.issue.observe(event)
+
+    def _committed(self, event: UpdateCommitted) -> None:
+        self.issue.observe(event)
+        self.first_commit = self.first_commit or event
+        self.last_commit = event
+        self.groups += event.groups
+        self.loss_tokens += event.loss_tokens
+        self.trained_tokens += event.tokens
+        self.stale_token_updates += event.staleness_mean_tokens * event.loss_tokens
+        self.staleness_max = max(self.staleness_max or 0, event.staleness_max)
+        self.window_staleness_max = max(self.window_staleness_max or 0, event.window_staleness_max)
+        self.twt_s += self._waited_s.pop(event.update, 0.0)
+        self.waits.settle(event.t_s)
+        self.rwt_rank_s = self.waits.rank_seconds
+        gap_tokens = event.metrics.get("logprob_gap_tokens", 0.0)
+        if gap_tokens > 0:
+            self.gap_sum += event.metrics.get("logprob_gap_mean", 0.0) * gap_tokens
+            self.gap_tokens += gap_tokens
+
+    @property
+    def updates(self) -> int:
+        """The number of the last committed update."""
+        return self.last_commit.update if self.last_commit else 0
+
+    @property
+    def consuming_s(self) -> float | None:
+        """Seconds from the first issued task to the last committed update: the denominator of every rate."""
+        if self.last_commit is None or self.first_issue_s is None or self.last_commit.t_s <= self.first_issue_s:
+            return None
+        return self.last_commit.t_s - self.first_issue_s
+
+    def summary(self) -> dict[str, Any]:
+        """The figures by name, each defined in `definitions.py`. Plain JSON values; None where one has no meaning yet."""
+        started, seconds = self.started, self.consuming_s
+        goodput = _ratio(self.loss_tokens, seconds)
+        curve = [[e.version, _success(e)] for e in self.evals]
+        return {
+            "strategy": started.strategy if started else None,
+            "seed": started.seed if started else None,
+            "outcome": self.outcome,
+            "updates": self.updates,
+            "goodput_tokens_per_s": goodput,
+            "goodput_tokens_per_rank_s": _ratio(goodput, started.ranks if started else None),
+            "consumed_groups_per_s": _ratio(self.groups, seconds),
+            "eval_success_first": curve[0][1] if curve else None,
+            "eval_success_last": curve[-1][1] if curve else None,
+            "eval_success_curve": curve,
+            "staleness_max": self.staleness_max,
+            "staleness_mean_tokens": _ratio(self.stale_token_updates, self.loss_tokens),
+            "window_staleness_max": self.window_staleness_max,
+            "issued": self.issue.issued,
+            "trained": self.issue.trained,
+            "dropped": dict(sorted(self.issue.dropped.items())),
+            "in_flight": self.issue.in_flight,
+            "dropped_tokens": self.issue.dropped_tokens,
+            "generated_tokens": self.generated_tokens,
+            "trained_loss_tokens": self.loss_tokens,
+            "twt_s": self.twt_s if self.last_commit else None,
+            "rwt_s": _ratio(self.rwt_rank_s, len(self.waits.rollout_ranks)) if self.last_commit else None,
+            "reward_first": self.first_commit.reward_mean if self.first_commit else None,
+            "reward_last": self.last_commit.reward_mean if self.last_commit else None,
+            "kv_hit_fraction": _ratio(self.cached_tokens, self.context_tokens),
+            "logprob_gap_mean": _ratio(self.gap_sum, self.gap_tokens),
+            "logprob_gap_alarms": self.faults[LOGPROB_GAP_ALARM],
+            "faults": dict(sorted(self.faults.items())),
+            "ranks": started.ranks if started else None,
+            "ranks_lost": self.ranks_lost,
+            "versions_published": self.versions_published,
+            "clock_s": self.clock_s,
+            "setup_s": self.first_issue_s,
+            "evals": [eval_row(event) for event in self.evals],
+        }
+
+    def update_row(self, event: UpdateCommitted) -> dict[str, Any]:
+        """One line of `metrics.jsonl`: this update, and the run so far. Call it after `observe(event)`."""
+        return {
+            "kind": "update",
+            "update": event.update,
+            "t_s": event.t_s,
+            "seconds": event.seconds,
+            "reward_mean": event.reward_mean,
+            "success_fraction": event.success_fraction,
+            "groups": event.groups,
+            "trajectories": event.trajectories,
+            "loss_tokens": event.loss_tokens,
+            "tokens": event.tokens,
+            "staleness_max": event.staleness_max,
+            "staleness_mean_tokens": event.staleness_mean_tokens,
+            "window_staleness_max": event.window_staleness_max,
+            "goodput_tokens_per_s": _ratio(self.loss_tokens, self.consuming_s),
+            "twt_s": self.twt_s,
+            "rwt_s": _ratio(self.rwt_rank_s, len(self.waits.rollout_ranks)),
+            "in_flight": self.issue.in_flight,
+            "dropped": sum(self.issue.dropped.values()),
+            "trainer": {name: value if math.isfinite(value) else None for name, value in sorted(event.metrics.items())},
+        }
+
+
+def eval_row(event: EvalFinished) -> dict[str, Any]:
+    """One evaluation. `success` = successes ÷ `prompts`; `failed` episodes ended in a fault and are in neither."""
+    return {
+        "kind": "eval",
+        "version": event.version,
+        "t_s": event.t_s,
+        "seconds": event.seconds,
+        "prompts": event.prompts,
+        "successes": event.successes,
+        "failed": event.failed,
+        "success": _success(event),
+        "reward_mean": event.reward_mean,
+        "turns_mean": event.turns_mean,
+    }
+
+
+def _success(event: EvalFinished) -> float | None:
+    return _ratio(event.successes, event.prompts)
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    """None where either is missing or the denominator is 0."""
+    return above / below if above is not None and below else None

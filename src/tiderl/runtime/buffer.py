@@ -1,0 +1,154 @@
+"""Finished tasks to groups to batches: the books of every started group that is neither consumed nor dropped.
+
+Keeps I1 (each trajectory ends once: the book says how), I3 (batches by `schedule.staleness`), I9 (members by number, a
+group is ready only when all of its members are, all rewards finite). Knows no engine and no environment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tiderl.data.errors import InvariantViolation
+from tiderl.data.records import Prompt, Trajectory
+from tiderl.data.records import Sequence as TrainSequence
+from tiderl.schedule.signals import ReadinessSignals
+from tiderl.schedule.staleness import GroupView, choose_batch, choose_whole_batch, hall_violation
+from tiderl.schedule.strategy import Consumption
+
+
+@dataclass
+class Member:
+    """One place of a group and the trajectory that fills it now."""
+
+    number: int
+    trajectory_id: int
+    attempt: int = 0
+    retries: int = 0
+    trajectory: Trajectory | None = None
+    sha256: str | None = None
+
+
+@dataclass
+class Group:
+    prompt_id: int
+    prompt: Prompt
+    start_version: int
+    deadline: int
+    members: list[Member]
+    refills: int = 0
+    ready_s: float | None = None
+    ready_update: int = 0
+    """Updates done when the group became ready: what `window` staleness counts from."""
+
+    @property
+    def ready(self) -> bool:
+        return self.ready_s is not None
+
+    def trajectories(self) -> list[Trajectory]:
+        """By member number. Raises `InvariantViolation` when one is missing."""
+        found = [member.trajectory for member in self.members]
+        if any(trajectory is None for trajectory in found):
+            raise InvariantViolation("an incomplete group was consumed", where=f"prompt {self.prompt_id}")
+        return [trajectory for trajectory in found if trajectory is not None]
+
+    def sequences(self) -> list[TrainSequence]:
+        """What the trainer sees of the group, by member."""
+        trajectories = self.trajectories()
+        rewards = np.array([t.reward for t in trajectories], np.float64)
+        if not np.isfinite(rewards).all():
+            raise InvariantViolation("a non-finite reward reached a batch", where=f"prompt {self.prompt_id}")
+        return [
+            TrainSequence(
+                trajectory_id=t.id,
+                prompt_id=self.prompt_id,
+                member=t.key.member,
+                ids=t.ids,
+                loss_mask=t.loss_mask,
+                logprobs=t.logprobs,
+                versions=t.versions,
+                reward=t.reward,
+                group_rewards=rewards,
+            )
+            for t in trajectories
+        ]
+
+
+@dataclass
+class Buffer:
+    """All live groups by prompt id, and the counters of admission."""
+
+    batch_groups: int
+    max_staleness: int
+    consumption: Consumption
+    signals: ReadinessSignals
+    groups: dict[int, Group] = field(default_factory=dict)
+    updates_done: int = 0
+    started_groups: int = 0
+    """Started and not dropped since the beginning of the run, consumed ones included."""
+    next_prompt_id: int = 0
+    next_trajectory_id: int = 0
+
+    def start(self, prompt: Prompt, start_version: int, group_size: int) -> Group:
+        """Opens the group of the next prompt."""
+        group = Group(
+            prompt_id=self.next_prompt_id,
+            prompt=prompt,
+            start_version=start_version,
+            deadline=start_version + self.max_staleness,
+            members=[Member(number, self.new_trajectory_id()) for number in range(group_size)],
+        )
+        self.groups[group.prompt_id] = group
+        self.next_prompt_id += 1
+        self.started_groups += 1
+        violated = hall_violation(self.views(), self.updates_done, self.batch_groups, self.max_staleness)
+        if violated is not None:
+            raise InvariantViolation(f"more groups are due by update {violated + 1} than it can consume (I3)")
+        return group
+
+    def new_trajectory_id(self) -> int:
+        number = self.next_trajectory_id
+        self.next_trajectory_id += 1
+        return number
+
+    def fill(self, group: Group, member: Member, trajectory: Trajectory, sha256: str, now_s: float) -> bool:
+        """A member finished. True when this makes its group ready."""
+        if member.trajectory is not None:
+            raise InvariantViolation("a member finished twice (I1)", where=f"trajectory {member.trajectory_id}")
+        if not math.isfinite(trajectory.reward):
+            raise InvariantViolation("a non-finite reward reached the buffer", where=f"trajectory {trajectory.id}")
+        member.trajectory, member.sha256 = trajectory, sha256
+        if any(m.trajectory is None for m in group.members):
+            return False
+        group.ready_s, group.ready_update = now_s, self.updates_done
+        self.signals.observe(now_s, sum(t.tokens for t in group.trajectories()))
+        return True
+
+    def drop(self, group: Group) -> None:
+        """Forgets a group; its place in the staleness bound is free again."""
+        del self.groups[group.prompt_id]
+        self.started_groups -= 1
+
+    def views(self) -> list[GroupView]:
+        return [GroupView(g.prompt_id, g.deadline, g.ready) for g in self.groups.values()]
+
+    def choose(self) -> list[Group] | None:
+        """The next batch in consumption order, or None: wait. The groups stay in the books until `consume`."""
+        if self.consumption == "whole_batch":
+            chosen = choose_whole_batch(self.views(), self.batch_groups)
+        else:
+            chosen = choose_batch(self.views(), self.updates_done, self.batch_groups, self.max_staleness)
+        return None if chosen is None else [self.groups[prompt_id] for prompt_id in chosen]
+
+    def consume(self, batch: Sequence[Group]) -> None:
+        """The update over this batch is committed."""
+        for group in batch:
+            del self.groups[group.prompt_id]
+        self.updates_done += 1
+
+    @property
+    def ready_groups(self) -> list[Group]:
+        return [g for g in self.groups.values() if g.ready]

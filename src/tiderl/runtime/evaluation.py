@@ -1,0 +1,93 @@
+"""Evaluation on held-out prompts, each job pinned to one version and overlapped with training.
+
+While a replica holds a job's tasks, or waits for them, it loads nothing newer. Evaluation trajectories are never in the
+journal's tables and never trained (I1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tiderl.data.events import EvalFinished, Event
+from tiderl.data.records import Prompt, TaskKey, Trajectory
+from tiderl.runtime.wakeup import Wakeup
+
+
+@dataclass
+class EvalJob:
+    version: int
+    waiting: deque[TaskKey]
+    started_s: float
+    running: dict[int, int] = field(default_factory=dict)  # replica -> tasks
+    finished: list[Trajectory] = field(default_factory=list)
+    failed: int = 0
+
+    @property
+    def done(self) -> bool:
+        return not self.waiting and not any(self.running.values())
+
+
+class Evaluator:
+    """The queue of jobs. Rollout asks for tasks and reports back; publishing asks what is held and pinned."""
+
+    def __init__(self, prompts: Sequence[Prompt], wakeup: Wakeup, emit: Callable[[Event], None]) -> None:
+        self.prompts, self.wakeup, self.emit = prompts, wakeup, emit
+        self.jobs: list[EvalJob] = []
+
+    def begin(self, version: int) -> None:
+        """Asks for an evaluation of this version: every held-out prompt once."""
+        if not self.prompts:
+            return
+        keys = deque(TaskKey("eval", index, 0) for index in range(len(self.prompts)))
+        self.jobs.append(EvalJob(version, keys, asyncio.get_running_loop().time()))
+        self.wakeup.notify()
+
+    def pinned(self) -> list[int]:
+        return [job.version for job in self.jobs]
+
+    def held(self, replica: int, version: int) -> bool:
+        return any(job.version == version and (job.waiting or job.running.get(replica)) for job in self.jobs)
+
+    def waiting_version(self) -> int | None:
+        """The version of the oldest job with tasks that have not started."""
+        return next((job.version for job in self.jobs if job.waiting), None)
+
+    def take(self, replica: int) -> tuple[EvalJob, TaskKey]:
+        job = next(job for job in self.jobs if job.waiting)
+        job.running[replica] = job.running.get(replica, 0) + 1
+        return job, job.waiting.popleft()
+
+    def finished(self, job: EvalJob, replica: int, trajectory: Trajectory) -> None:
+        job.finished.append(trajectory)
+        self._leave(job, replica)
+
+    def failed(self, job: EvalJob, replica: int, key: TaskKey, *, again: bool) -> None:
+        """The task failed of a fault; `again`: it goes back to the queue as another attempt."""
+        if again:
+            job.waiting.append(TaskKey("eval", key.prompt_id, key.member, key.attempt + 1))
+        else:
+            job.failed += 1
+        self._leave(job, replica)
+
+    def _leave(self, job: EvalJob, replica: int) -> None:
+        job.running[replica] -= 1
+        if job.done:
+            self.jobs.remove(job)
+            now = asyncio.get_running_loop().time()
+            count = len(job.finished)
+            self.emit(
+                EvalFinished(
+                    t_s=now,
+                    version=job.version,
+                    prompts=count,
+                    successes=sum(t.success for t in job.finished),
+                    failed=job.failed,
+                    reward_mean=sum(t.reward for t in job.finished) / count if count else 0.0,
+                    turns_mean=sum(len(t.turns) for t in job.finished) / count if count else 0.0,
+                    seconds=now - job.started_s,
+                )
+            )
+        self.wakeup.notify()

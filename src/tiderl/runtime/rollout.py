@@ -1,0 +1,311 @@
+"""The rollout loop: asks `schedule` what may start, starts it, and handles what comes back.
+
+Keeps I1 (each member's end is written once), I9 (refills by member number) and structured concurrency: every task lives in
+this loop's TaskGroup. Decides nothing itself: admission is `schedule.tasks`, failures are `schedule.groups`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from tiderl.data.errors import EnvironmentFault, InfrastructureFault, TideError, VerifierFault
+from tiderl.data.events import Dropped, Event, Fault, GroupReady, PromptIssued, RankState, TaskAdmitted, TaskFinished
+from tiderl.data.records import Prompt, TaskKey, Trajectory
+from tiderl.runtime.buffer import Buffer, Group, Member
+from tiderl.runtime.evaluation import EvalJob, Evaluator
+from tiderl.runtime.ports import Ports
+from tiderl.runtime.recovery import Journal
+from tiderl.runtime.sync import NOT_LOADED, Publisher
+from tiderl.runtime.task import TaskLimits, TaskPlayer
+from tiderl.runtime.wakeup import Wakeup
+from tiderl.schedule.groups import FailureKind, FailureView, after_failure
+from tiderl.schedule.staleness import StartView
+from tiderl.schedule.tasks import (
+    EVAL_PRIORITY,
+    TRAIN_PRIORITY,
+    AdmissionView,
+    Blocked,
+    ReplicaView,
+    next_admission,
+)
+
+EVAL_FAULT_RETRIES = 1
+"""As for training: an environment fault is tried once more."""
+
+TASK_FAULTS = (EnvironmentFault, VerifierFault, InfrastructureFault)
+
+
+class Rollout:
+    """Everything in flight, training and evaluation."""
+
+    def __init__(
+        self,
+        ports: Ports,
+        buffer: Buffer,
+        journal: Journal,
+        publisher: Publisher,
+        evaluator: Evaluator,
+        wakeup: Wakeup,
+        prompts: Iterator[Prompt],
+        emit: Callable[[Event], None],
+        *,
+        limits: TaskLimits,
+        eval_limits: TaskLimits,
+        group_size: int,
+        slots: int,
+        total_groups: int,
+    ) -> None:
+        self.ports, self.buffer, self.journal = ports, buffer, journal
+        self.publisher, self.evaluator, self.wakeup = publisher, evaluator, wakeup
+        self.prompts, self.emit = prompts, emit
+        self.limits, self.eval_limits = limits, eval_limits
+        self.group_size, self.slots, self.total_groups = group_size, slots, total_groups
+        self.waiting: deque[tuple[Group, Member]] = deque()
+        self.training_tasks = dict.fromkeys(ports.cluster.engines, 0)
+        self.eval_tasks = dict.fromkeys(ports.cluster.engines, 0)
+        self.group_tasks: dict[int, list[asyncio.Task[None]]] = {}
+        self.blocked = ""
+        self._activity: dict[int, str] = {}
+
+    @property
+    def in_flight(self) -> int:
+        return sum(self.training_tasks.values()) + sum(self.eval_tasks.values())
+
+    def busy(self, replica: int) -> bool:
+        return self.training_tasks[replica] > 0
+
+    async def run(self, check_progress: Callable[[], None]) -> None:
+        """Until cancelled. `check_progress` is called before each wait, and raises when nothing can ever happen again."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                self._admit(tasks)
+                self._report_activity()
+                check_progress()
+                await self.wakeup.wait()
+
+    def _admit(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            decision = next_admission(self._view())
+            if isinstance(decision, Blocked):
+                self.blocked = decision.reason
+                return
+            if decision.what == "eval":
+                self._start_eval(tasks, decision.replica)
+            elif decision.what == "member":
+                self._start_member(tasks, *self.waiting.popleft(), decision.replica)
+            else:
+                self._start_group(decision.replica)
+
+    def _view(self) -> AdmissionView:
+        publisher = self.publisher
+        replicas = [
+            ReplicaView(replica, version, self.training_tasks[replica] + self.eval_tasks[replica])
+            for replica, version in publisher.loaded.items()
+            if version != NOT_LOADED and publisher.up[replica] and replica not in publisher.loading
+        ]
+        return AdmissionView(
+            free_slots=self.slots - self.in_flight,
+            replicas=replicas,
+            eval_version=self.evaluator.waiting_version(),
+            member_min_version=self.waiting[0][0].start_version if self.waiting else None,
+            start=StartView(
+                started_groups=self.buffer.started_groups,
+                total_groups=self.total_groups,
+                global_batch_groups=self.buffer.batch_groups,
+                max_staleness=self.buffer.max_staleness,
+            ),
+        )
+
+    def _start_group(self, replica: int) -> None:
+        """Opens the next prompt's group at this replica's version; its members wait for admission like any other."""
+        version = self.publisher.loaded[replica]
+        group = self.buffer.start(next(self.prompts), version, self.group_size)
+        self.journal.issued(group)
+        self.emit(
+            PromptIssued(
+                t_s=_now(),
+                prompt_id=group.prompt_id,
+                task_id=group.prompt.id,
+                start_version=version,
+                replica=replica,
+            )
+        )
+        self.waiting.extend((group, member) for member in group.members)
+
+    def _start_member(self, tasks: asyncio.TaskGroup, group: Group, member: Member, replica: int) -> None:
+        self.training_tasks[replica] += 1
+        key = TaskKey("train", group.prompt_id, member.number, member.attempt)
+        task = tasks.create_task(self._run_member(group, member, key, replica), name=f"task {key}")
+        self.group_tasks.setdefault(group.prompt_id, []).append(task)
+        self._emit_admitted(key, member.trajectory_id, replica)
+
+    def _start_eval(self, tasks: asyncio.TaskGroup, replica: int) -> None:
+        self.eval_tasks[replica] += 1
+        job, key = self.evaluator.take(replica)
+        tasks.create_task(self._run_eval(job, key, replica), name=f"task {key}")
+        self._emit_admitted(key, -1, replica)
+
+    def _player(self, key: TaskKey, trajectory_id: int, prompt: Prompt, replica: int, limits: TaskLimits) -> TaskPlayer:
+        return TaskPlayer(
+            key=key,
+            trajectory_id=trajectory_id,
+            prompt=prompt,
+            limits=limits,
+            priority=EVAL_PRIORITY if key.split == "eval" else TRAIN_PRIORITY,
+            engine=self.ports.cluster.engines[replica],
+            environments=self.ports.environments,
+            renderer=self.ports.renderer,
+            emit=self.emit,
+        )
+
+    async def _run_member(self, group: Group, member: Member, key: TaskKey, replica: int) -> None:
+        player = self._player(key, member.trajectory_id, group.prompt, replica, self.limits)
+        try:
+            trajectory = await player.play()
+            await self._finished(group, member, trajectory)
+        except TASK_FAULTS as fault:
+            self._failed(group, member, fault, player.record.length)
+        finally:
+            self.training_tasks[replica] -= 1
+            self.wakeup.notify()
+
+    async def _run_eval(self, job: EvalJob, key: TaskKey, replica: int) -> None:
+        player = self._player(key, -1, self.evaluator.prompts[key.prompt_id], replica, self.eval_limits)
+        try:
+            trajectory = await player.play()
+        except TASK_FAULTS as fault:
+            self._emit_fault("evaluation", fault, key)
+            again = isinstance(fault, InfrastructureFault) or key.attempt < EVAL_FAULT_RETRIES
+            self.evaluator.failed(job, replica, key, again=again)
+        else:
+            self._emit_finished(trajectory)
+            self.evaluator.finished(job, replica, trajectory)
+        finally:
+            self.eval_tasks[replica] -= 1
+            self.wakeup.notify()
+
+    async def _finished(self, group: Group, member: Member, trajectory: Trajectory) -> None:
+        sha256 = await self.journal.ready(group, member, trajectory)
+        self._emit_finished(trajectory)
+        if self.buffer.fill(group, member, trajectory, sha256, _now()):
+            del self.group_tasks[group.prompt_id]
+            done = group.trajectories()
+            self.emit(
+                GroupReady(
+                    t_s=_now(),
+                    prompt_id=group.prompt_id,
+                    start_version=group.start_version,
+                    deadline=group.deadline,
+                    mean_reward=sum(t.reward for t in done) / len(done),
+                    loss_tokens=sum(t.loss_tokens for t in done),
+                )
+            )
+
+    def _failed(self, group: Group, member: Member, fault: TideError, tokens: int) -> None:
+        """Retry, refill or give the group up; every way is written before the next start."""
+        self._emit_fault("task", fault, TaskKey("train", group.prompt_id, member.number, member.attempt))
+        if group.prompt_id not in self.buffer.groups:
+            return
+        kind: FailureKind = "infrastructure"
+        if isinstance(fault, EnvironmentFault):
+            kind = "environment"
+        elif isinstance(fault, VerifierFault):
+            kind = "verifier"
+        verdict = after_failure(FailureView(kind, member.retries, group.refills))
+        if verdict == "drop_group":
+            self._drop_group(group, member, fault.reason, tokens)
+            return
+        if verdict == "retry":
+            member.retries += 1
+        else:
+            self._drop_member(group, member, fault.reason, tokens)
+            group.refills += kind != "infrastructure"
+            member.trajectory_id = self.buffer.new_trajectory_id()
+            member.retries = 0
+        member.attempt += 1
+        self.journal.restarted(group, member)
+        self.waiting.appendleft((group, member))
+
+    def _drop_group(self, group: Group, failed: Member, reason: str, tokens: int) -> None:
+        """The prompt is given up: its other members are cancelled, finished ones included."""
+        for member in group.members:
+            spent = tokens if member is failed else (member.trajectory.tokens if member.trajectory else 0)
+            self._drop_member(group, member, reason if member is failed else "group_dropped", spent)
+        self.buffer.drop(group)
+        self.waiting = deque(entry for entry in self.waiting if entry[0] is not group)
+        current = asyncio.current_task()
+        for task in self.group_tasks.pop(group.prompt_id):
+            if task is not current:
+                task.cancel()
+
+    def _drop_member(self, group: Group, member: Member, reason: str, tokens: int) -> None:
+        self.journal.dropped(group, member, reason)
+        self.emit(
+            Dropped(
+                t_s=_now(),
+                trajectory_id=member.trajectory_id,
+                prompt_id=group.prompt_id,
+                member=member.number,
+                reason=reason,
+                tokens=tokens,
+            )
+        )
+
+    def _report_activity(self) -> None:
+        """What each replica does now, as far as the schedule can know: an event at every change."""
+        for replica, ranks in self.ports.cluster.engine_ranks.items():
+            if replica in self.publisher.loading:
+                activity = "loading"
+            elif self.training_tasks[replica]:
+                activity = "generating"
+            elif self.eval_tasks[replica]:
+                activity = "evaluating"
+            elif not self.publisher.up[replica]:
+                activity = "stopped"
+            else:
+                activity = "idle_staleness" if self.blocked == "staleness" else "idle_no_work"
+            if self._activity.get(replica) != activity:
+                self._activity[replica] = activity
+                for rank in ranks:
+                    self.emit(RankState(t_s=_now(), rank=rank, role="rollout", activity=activity))
+
+    def _emit_admitted(self, key: TaskKey, trajectory_id: int, replica: int) -> None:
+        self.emit(
+            TaskAdmitted(
+                t_s=_now(),
+                split=key.split,
+                trajectory_id=trajectory_id,
+                prompt_id=key.prompt_id,
+                member=key.member,
+                attempt=key.attempt,
+                replica=replica,
+            )
+        )
+
+    def _emit_finished(self, trajectory: Trajectory) -> None:
+        self.emit(
+            TaskFinished(
+                t_s=_now(),
+                split=trajectory.key.split,
+                trajectory_id=trajectory.id,
+                prompt_id=trajectory.key.prompt_id,
+                member=trajectory.key.member,
+                attempt=trajectory.key.attempt,
+                ending=trajectory.ending,
+                reward=trajectory.reward,
+                success=trajectory.success,
+                turns=len(trajectory.turns),
+                tokens=trajectory.tokens,
+                loss_tokens=trajectory.loss_tokens,
+                oldest_version=trajectory.oldest_version,
+            )
+        )
+
+    def _emit_fault(self, where: str, fault: TideError, key: TaskKey) -> None:
+        self.emit(Fault(t_s=_now(), where=where, what=type(fault).__name__, prompt_id=key.prompt_id, member=key.member))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,107 @@
+"""Publishing versions: the trainer exports, every replica loads the newest when it may, nobody waits for the slowest.
+
+Keeps I2 (a version number is exported once) and the pin of an evaluation: while a replica holds evaluation tasks it
+loads no newer version, and a version that is to be evaluated is not skipped. Knows no files: handles only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from tiderl.data.errors import InfrastructureFault
+from tiderl.data.events import Event, Fault, VersionLoaded, VersionPublished
+from tiderl.data.records import WeightHandle
+from tiderl.runtime.ports import Cluster
+from tiderl.runtime.wakeup import Wakeup
+from tiderl.schedule.strategy import AtNewVersion
+
+NOT_LOADED = -1
+
+
+class Publisher:
+    """Which version is where. One loop per replica pulls; `publish` only exports and tells."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        wakeup: Wakeup,
+        emit: Callable[[Event], None],
+        *,
+        at_new_version: AtNewVersion,
+        held: Callable[[int, int], bool],
+        busy: Callable[[int], bool],
+        pinned: Callable[[], list[int]],
+    ) -> None:
+        """`held(replica, version)`: evaluation keeps the replica there. `busy(replica)`: it runs training tasks.
+        `pinned()`: versions that wait for their evaluation, ascending."""
+        self.cluster, self.wakeup, self.emit = cluster, wakeup, emit
+        self.at_new_version = at_new_version
+        self.held, self.busy, self.pinned = held, busy, pinned
+        self.loaded = dict.fromkeys(cluster.engines, NOT_LOADED)
+        self.up = dict.fromkeys(cluster.engines, True)
+        self.loading: dict[int, int] = {}
+        self.handles: dict[int, WeightHandle] = {}
+        self.newest = NOT_LOADED
+
+    async def publish(self, version: int) -> None:
+        handle = await self.cluster.update.export(version)
+        self.handles[version] = handle
+        self.newest = version
+        self.emit(VersionPublished(t_s=_now(), version=version, nbytes=handle.nbytes))
+        self.wakeup.notify()
+
+    async def pull(self, replica: int) -> None:
+        """The loop of one replica; runs until cancelled."""
+        engine = self.cluster.engines[replica]
+        while True:
+            version = self._wanted(replica)
+            if version is None:
+                await self.wakeup.wait()
+                continue
+            started = _now()
+            self.loading[replica] = version
+            try:
+                await engine.load_weights(self.handles[version])
+            except InfrastructureFault as fault:
+                self.emit(Fault(t_s=_now(), where="load_weights", what=type(fault).__name__))
+                self.lost(replica)
+            else:
+                if self.up[replica]:
+                    self.loaded[replica] = version
+                    self.emit(VersionLoaded(t_s=_now(), version=version, replica=replica, seconds=_now() - started))
+            finally:
+                del self.loading[replica]
+            await self._discard_unread()
+            self.wakeup.notify()
+
+    def lost(self, replica: int) -> None:
+        """Its rank died: whatever it had loaded is gone."""
+        self.loaded[replica], self.up[replica] = NOT_LOADED, False
+        self.wakeup.notify()
+
+    def back(self, replica: int) -> None:
+        self.up[replica] = True
+        self.wakeup.notify()
+
+    def may_progress(self) -> bool:
+        """True while a load is running or could start."""
+        return bool(self.loading) or any(self._wanted(replica) is not None for replica in self.loaded)
+
+    def _wanted(self, replica: int) -> int | None:
+        loaded = self.loaded[replica]
+        newer = [version for version in (*self.pinned(), self.newest) if version > loaded and version in self.handles]
+        if not newer or not self.up[replica] or self.held(replica, loaded):
+            return None
+        if self.at_new_version == "barrier" and self.busy(replica):
+            return None
+        return min(newer)
+
+    async def _discard_unread(self) -> None:
+        kept = {self.newest, *self.loading.values(), *self.pinned()}
+        for version in [v for v in self.handles if v not in kept]:
+            await self.cluster.update.discard(self.handles.pop(version))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

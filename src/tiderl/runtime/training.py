@@ -1,0 +1,245 @@
+"""The consume loop: waits for a batch, drives reference and actor over its micro-batches, commits, publishes.
+
+Keeps I2 (commit before publish; a version is published once), I3 (checked on every batch), I7 (the plan depends on the
+batch alone, not on the order of arrival). Knows no tensors: log-probs pass through as arrays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tiderl.data.errors import InvariantViolation
+from tiderl.data.events import (
+    BackwardDone,
+    Event,
+    Fault,
+    ForwardDone,
+    MicrobatchFormed,
+    RankState,
+    ReferenceDone,
+    RoleChanged,
+    StepStarted,
+    UpdateCommitted,
+)
+from tiderl.data.records import MicroBatch, UpdateStats
+from tiderl.data.records import Sequence as TrainSequence
+from tiderl.data.settings import RunSettings
+from tiderl.runtime.buffer import Buffer, Group
+from tiderl.runtime.ports import Cluster
+from tiderl.runtime.recovery import Journal
+from tiderl.runtime.wakeup import Wakeup
+from tiderl.schedule.pipeline import shape_micro_batches, split_parts
+from tiderl.schedule.signals import head_of_line_s, ready_microbatches
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """Of one consumed batch, in updates; `mean_tokens` is weighted by loss-bearing tokens."""
+
+    maximum: int
+    mean_tokens: float
+    window_maximum: int
+
+
+def batch_staleness(batch: Sequence[Group], update: int) -> Staleness:
+    """At update `update` (from 1): (update - 1) - oldest version of a token; `window`: updates since the group was ready."""
+    trajectories = [t for group in batch for t in group.trajectories()]
+    ages = np.concatenate([(update - 1) - t.versions[t.loss_mask] for t in trajectories])
+    return Staleness(
+        maximum=int(ages.max()),
+        mean_tokens=float(ages.mean()),
+        window_maximum=max(update - 1 - group.ready_update for group in batch),
+    )
+
+
+def plan_update(
+    update: int, batch: Sequence[Group], steps_per_batch: int, micro_batch_tokens: int
+) -> list[list[MicroBatch]]:
+    """The micro-batches of each optimizer step, numbered within the update."""
+    parts: list[list[MicroBatch]] = []
+    index = 0
+    for part, which in enumerate(split_parts(len(batch), steps_per_batch)):
+        sequences: list[TrainSequence] = [s for i in which for s in batch[i].sequences()]
+        shaped = shape_micro_batches([s.tokens for s in sequences], micro_batch_tokens)
+        parts.append(
+            [
+                MicroBatch(update, part, index + offset, tuple(sequences[i] for i in chosen))
+                for offset, chosen in enumerate(shaped)
+            ]
+        )
+        index += len(shaped)
+    return parts
+
+
+class Training:
+    """One update after the other."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        buffer: Buffer,
+        journal: Journal,
+        wakeup: Wakeup,
+        emit: Callable[[Event], None],
+        settings: RunSettings,
+    ) -> None:
+        self.cluster, self.buffer, self.journal = cluster, buffer, journal
+        self.wakeup, self.emit, self.settings = wakeup, emit, settings
+        self.rank = cluster.actors[0].rank
+        self.shared_replicas = [r for r, ranks in cluster.engine_ranks.items() if self.rank in ranks]
+        self.waiting = False
+        self.stopping = False
+
+    async def run(self, committed: Callable[[int], object]) -> None:
+        """All updates of the run, or until `stop`. `committed(update)` returns an awaitable: publishing and what follows."""
+        while self.buffer.updates_done < self.settings.updates:
+            since = _now()
+            batch = await self._next_batch()
+            if batch is None:
+                return
+            update = self.buffer.updates_done + 1
+            self._emit_step(update, batch, _now() - since)
+            await self.consume(update, batch)
+            await committed(update)  # type: ignore[misc]
+
+    def stop(self) -> None:
+        """Finish the update that is being made, start no other."""
+        self.stopping = True
+        self.wakeup.notify()
+
+    async def _next_batch(self) -> list[Group] | None:
+        self._activity("waiting_data")
+        self.waiting = True
+        try:
+            while not self.stopping:
+                batch = self.buffer.choose()
+                if batch is not None:
+                    return batch
+                await self.wakeup.wait()
+            return None
+        finally:
+            self.waiting = False
+
+    async def consume(self, update: int, batch: Sequence[Group]) -> None:
+        """One update: compute, one optimizer step per part, commit. Raises `InvariantViolation` before a stale token is trained."""
+        started = _now()
+        staleness = batch_staleness(batch, update)
+        if staleness.maximum > self.settings.max_staleness:
+            raise InvariantViolation(
+                f"update {update} would train a token {staleness.maximum} updates old, the bound is "
+                f"{self.settings.max_staleness} (I3)"
+            )
+        await self._take_rank()
+        self._activity("training")
+        try:
+            stats = await self._compute(update, batch)
+        finally:
+            await self._give_rank_back()
+        await self.journal.commit(update, batch)
+        self._emit_committed(update, batch, staleness, stats, _now() - started)
+        self.buffer.consume(batch)
+        self.wakeup.notify()
+
+    async def _compute(self, update: int, batch: Sequence[Group]) -> list[UpdateStats]:
+        parts = plan_update(update, batch, self.settings.steps_per_batch, self.settings.micro_batch_tokens)
+        for mb in (mb for part in parts for mb in part):
+            self.emit(
+                MicrobatchFormed(
+                    t_s=_now(), update=update, index=mb.index, sequences=len(mb.sequences), tokens=mb.tokens
+                )
+            )
+        actor, stats = self.cluster.actors[0], []
+        if len(parts) > 1:
+            for mb in (mb for part in parts for mb in part):
+                await actor.forward(mb, proximal=True)
+        for part in parts:
+            await self.cluster.update.begin(update, [actor.rank])
+            for mb in part:
+                await self._micro_batch(mb)
+            stats.append(await self.cluster.update.finish())
+        return stats
+
+    async def _micro_batch(self, mb: MicroBatch) -> None:
+        actor = self.cluster.actors[0]
+        ref_logprobs = None
+        started = _now()
+        if self.settings.uses_reference:
+            ref_logprobs = await self.cluster.references[0].logprobs(mb)
+            self.emit(ReferenceDone(t_s=_now(), update=mb.update, index=mb.index, seconds=_now() - started))
+        started = _now()
+        await actor.forward(mb)
+        self.emit(ForwardDone(t_s=_now(), update=mb.update, index=mb.index, seconds=_now() - started))
+        started = _now()
+        await actor.backward(mb, ref_logprobs)
+        self.emit(BackwardDone(t_s=_now(), update=mb.update, index=mb.index, seconds=_now() - started))
+
+    async def _take_rank(self) -> None:
+        """A rank that also holds an engine stops generating while it trains (I5)."""
+        for replica in self.shared_replicas:
+            await self.cluster.engines[replica].pause("keep")
+        if self.shared_replicas:
+            self.emit(RoleChanged(t_s=_now(), rank=self.rank, from_role="rollout", to_role="actor"))
+
+    async def _give_rank_back(self) -> None:
+        for replica in self.shared_replicas:
+            await self.cluster.engines[replica].resume()
+        if self.shared_replicas:
+            self.emit(RoleChanged(t_s=_now(), rank=self.rank, from_role="actor", to_role="rollout"))
+
+    def _activity(self, activity: str) -> None:
+        if not self.shared_replicas:
+            self.emit(RankState(t_s=_now(), rank=self.rank, role="actor", activity=activity))
+
+    def _emit_step(self, update: int, batch: Sequence[Group], waited_s: float) -> None:
+        ready = self.buffer.ready_groups
+        tokens = sum(t.tokens for group in ready for t in group.trajectories())
+        self.emit(
+            StepStarted(
+                t_s=_now(),
+                update=update,
+                prompt_ids=tuple(group.prompt_id for group in batch),
+                waited_s=waited_s,
+                ready_groups=len(ready),
+                oldest_ready_s=head_of_line_s(_now(), [g.ready_s for g in ready if g.ready_s is not None]),
+                ready_at_start_microbatches=ready_microbatches(tokens, self.settings.micro_batch_tokens),
+            )
+        )
+
+    def _emit_committed(
+        self,
+        update: int,
+        batch: Sequence[Group],
+        staleness: Staleness,
+        stats: Sequence[UpdateStats],
+        seconds: float,
+    ) -> None:
+        trajectories = [t for group in batch for t in group.trajectories()]
+        names = stats[0].metrics
+        metrics = {name: sum(s.metrics.get(name, 0.0) for s in stats) / len(stats) for name in names}
+        self.emit(
+            UpdateCommitted(
+                t_s=_now(),
+                update=update,
+                groups=len(batch),
+                trajectories=len(trajectories),
+                loss_tokens=sum(t.loss_tokens for t in trajectories),
+                tokens=sum(t.tokens for t in trajectories),
+                reward_mean=sum(t.reward for t in trajectories) / len(trajectories),
+                success_fraction=sum(t.success for t in trajectories) / len(trajectories),
+                staleness_max=staleness.maximum,
+                staleness_mean_tokens=staleness.mean_tokens,
+                window_staleness_max=staleness.window_maximum,
+                seconds=seconds,
+                metrics=metrics,
+            )
+        )
+        if metrics.get("logprob_gap_mean", 0.0) > self.settings.logprob_gap_alarm:
+            self.emit(Fault(t_s=_now(), where=f"update {update}", what="LogprobGapAlarm"))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

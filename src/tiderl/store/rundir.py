@@ -1,0 +1,99 @@
+"""The run directory: where everything of a run lies, under names that this file alone knows.
+
+Paths inside are relative to it, so a copied run works elsewhere. Knows layout, not content.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiderl.data.errors import CheckpointError, ConfigurationError
+
+RUNS = Path("runs")
+MARK = "config.yaml"
+"""The file that makes a folder a run; written first."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / MARK
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal.sqlite"
+
+    @property
+    def blobs(self) -> Path:
+        return self.root / "blobs"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def is_run(self) -> bool:
+        return self.config.is_file()
+
+
+def choose(run: str | None, stem: str, runs: Path = RUNS) -> RunDirectory:
+    """The directory that a run of this name gets: a path if it looks like one, else under `runs/`; without a name
+    `<stem>-<number>` with the first free number."""
+    if run is not None:
+        path = Path(run)
+        return RunDirectory(path if path.is_absolute() or len(path.parts) > 1 else runs / run)
+    number = 1
+    while (runs / f"{stem}-{number}").exists():
+        number += 1
+    return RunDirectory(runs / f"{stem}-{number}")
+
+
+def find(run: str | Path, runs: Path = RUNS) -> RunDirectory:
+    """An existing run by path or by its name under `runs/`. Raises `ConfigurationError` when there is none."""
+    for candidate in (Path(run), runs / run):
+        if RunDirectory(candidate).is_run:
+            return RunDirectory(candidate)
+    known = sorted((p.parent for p in runs.glob(f"*/{MARK}")), key=lambda p: p.stat().st_mtime)
+    hint = f"the newest runs here: {', '.join(str(p) for p in known[-3:])}" if known else "there are no runs here"
+    raise ConfigurationError("no such run", where=str(run), hint=hint)
+
+
+def create(directory: RunDirectory, *, overwrite: bool) -> None:
+    """Makes the folder. Raises `ConfigurationError` for one that exists (and is not to be overwritten, or is no run)."""
+    root = directory.root
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        if not directory.is_run:
+            raise ConfigurationError(
+                "exists and is not a run", where=f"run {root}", hint="choose another name with -o run=NAME"
+            )
+        if not overwrite:
+            raise ConfigurationError(
+                "this run exists", where=f"run {root}", hint="choose another name with -o run=NAME, or give --overwrite"
+            )
+        shutil.rmtree(root)
+    try:
+        for folder in (root, directory.blobs, directory.events, directory.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make the run directory: {error.strerror}", where=str(root)) from error

@@ -1,0 +1,194 @@
+"""Both ends of a channel over one stream socket: `Channel` blocks, `Connection` awaits (the driver).
+
+A request carries an id and gets exactly one reply; id 0 is a message nobody waits for. When a channel closes,
+every pending request fails at once. Must not know what the methods mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tiderl.data.errors import ChannelTimeout, InfrastructureFault
+from tiderl.wire.faults import describe_error, restore_error
+from tiderl.wire.framing import FrameReader, Message, pack
+
+T = TypeVar("T")
+
+_READ_BYTES = 1 << 18
+
+
+class Channel:
+    """The blocking end. One thread receives; any thread may send."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        self.socket = sock
+        self._reader = FrameReader()
+        self._received: deque[Message] = deque()
+        self._send_lock = threading.Lock()
+        self.sent_bytes = 0
+
+    def notify(self, method: str, payload: Any = None) -> None:
+        """Send a message that nobody waits for. Raises `InfrastructureFault` when the channel is closed."""
+        self._send(pack(0, method, payload))
+
+    def reply(self, request: Message, payload: Any = None) -> None:
+        """Answer a request; nothing is sent for a message that nobody waits for."""
+        if request.id:
+            self._send(pack(request.id, "", payload))
+
+    def reply_error(self, request: Message, error: BaseException) -> None:
+        if request.id:
+            self._send(pack(request.id, "", error=describe_error(error)))
+
+    def receive(self, timeout_s: float | None = None) -> Message | None:
+        """The next message; None when none came in `timeout_s` (0 = look only, None = wait for ever).
+
+        Raises `InfrastructureFault` when the peer closed, in the middle of a frame or between two.
+        """
+        while not self._received:
+            if not select.select([self.socket], [], [], timeout_s)[0]:
+                return None
+            try:
+                data = self.socket.recv(_READ_BYTES)
+            except OSError as error:
+                raise InfrastructureFault(f"the channel broke: {error}") from error
+            if not data:
+                raise InfrastructureFault(
+                    "the channel closed in the middle of a frame" if self._reader.torn else "the channel closed"
+                )
+            self._received.extend(self._reader.feed(data))
+        return self._received.popleft()
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _send(self, frame: bytearray) -> None:
+        with self._send_lock:
+            try:
+                self.socket.sendall(frame)
+            except OSError as error:
+                raise InfrastructureFault(f"the channel broke: {error}") from error
+            self.sent_bytes += len(frame)
+
+
+class Connection(asyncio.Protocol):
+    """The awaiting end. Make it with `Connection.open`; all methods belong to the event loop's thread."""
+
+    def __init__(
+        self, peer: str, lost: type[InfrastructureFault], on_message: Callable[[Message], None] | None
+    ) -> None:
+        self.peer = peer
+        self._lost = lost
+        self._on_message = on_message
+        self._reader = FrameReader()
+        self._pending: dict[int, asyncio.Future[Message]] = {}
+        self._last_id = 0
+        self._transport: asyncio.Transport | None = None
+        self._reason = ""
+        self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def open(
+        cls,
+        sock: socket.socket,
+        peer: str,
+        *,
+        lost: type[InfrastructureFault] = InfrastructureFault,
+        on_message: Callable[[Message], None] | None = None,
+    ) -> Connection:
+        """Take over `sock`. `lost` is raised for all that waits when the channel closes; `on_message` gets
+        what the peer sends unasked."""
+        sock.setblocking(False)
+        connection = cls(peer, lost, on_message)
+        await asyncio.get_running_loop().create_connection(lambda: connection, sock=sock)
+        return connection
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed.done()
+
+    async def closed(self) -> str:
+        """Wait until the channel is closed, by whomever; the reason."""
+        return await asyncio.shield(self._closed)
+
+    async def request(self, method: str, payload: Any, result: type[T] | Any, deadline_s: float | None = None) -> T:
+        """Ask and wait for the answer, decoded as `result`.
+
+        Raises what the peer raised, `ChannelTimeout` after `deadline_s`, the `lost` class on a close.
+        """
+        self._last_id += 1
+        number = self._last_id
+        self._write(pack(number, method, payload))
+        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._pending[number] = answer
+        try:
+            async with asyncio.timeout(deadline_s):
+                message = await answer
+        except TimeoutError:
+            raise ChannelTimeout(f"no answer to {method} within {deadline_s:g} s", where=self.peer) from None
+        finally:
+            self._pending.pop(number, None)
+        if message.error is not None:
+            raise restore_error(message.error, self.peer)
+        answered: T = message.payload(result)
+        return answered
+
+    def notify(self, method: str, payload: Any = None) -> None:
+        """Send a message that nobody waits for. Raises the connection's `lost` class when it is closed."""
+        self._write(pack(0, method, payload))
+
+    async def close(self) -> None:
+        """Idempotent. What is pending fails."""
+        self.fail("closed by us")
+        await asyncio.sleep(0)
+
+    def _write(self, frame: bytearray) -> None:
+        if self._closed.done() or self._transport is None:
+            raise self._lost(f"the channel is closed: {self._reason}", where=self.peer)
+        self._transport.write(frame)
+
+    def fail(self, reason: str) -> None:
+        """Close now; everything pending fails with `reason`. The first reason counts."""
+        if self._closed.done():
+            return
+        self._reason = reason
+        self._closed.set_result(reason)
+        if self._transport is not None:
+            self._transport.abort()
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(self._lost(f"the channel closed: {reason}", where=self.peer))
+        self._pending.clear()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._reader.feed(data):
+                self._deliver(message)
+        except InfrastructureFault as fault:
+            self.fail(fault.what)
+
+    def _deliver(self, message: Message) -> None:
+        if message.method:
+            if self._on_message is not None:
+                self._on_message(message)
+            return
+        answer = self._pending.get(message.id)  # None: its request timed out or was cancelled
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if error is not None:
+            self.fail(str(error) or type(error).__name__)
+        else:
+            self.fail("the peer died in the middle of a frame" if self._reader.torn else "the peer closed it")
