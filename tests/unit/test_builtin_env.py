@@ -21,7 +21,12 @@ def test_a_known_grid_looks_and_answers_as_drawn() -> None:
         room.step(Action(word))
     assert room.step(Action("right")).observation == "wall 3 see blue key 1 ahead"
     last = room.step(Action("take"))
-    assert (last.observation, last.reward, last.terminated, last.info) == ("taken", 1.0, True, {"success": True})
+    assert (last.observation, last.reward, last.terminated, last.info) == (
+        "taken",
+        1.0,
+        True,
+        {"success": True},
+    )
 
 
 def test_taking_the_wrong_object_ends_the_task_without_reward() -> None:

@@ -20,7 +20,9 @@ def cost_model(hardware: str, model: ModelSettings) -> CostModel:
     known = HARDWARE.get(hardware)
     if known is None:
         raise ConfigurationError(
-            f"unknown hardware {hardware!r}", where="sim.hardware", hint=f"known: {', '.join(sorted(HARDWARE))}"
+            f"unknown hardware {hardware!r}",
+            where="sim.hardware",
+            hint=f"known: {', '.join(sorted(HARDWARE))}",
         )
     cost = known.cost(ModelShape.of(model), known.memory_bytes)
     if cost.kv_capacity_tokens < model.max_context_tokens:

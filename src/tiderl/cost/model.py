@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiderl.data.errors import ConfigurationError
+from tiderl.data.scratch import MLP_WIDTH_FACTOR
 from tiderl.data.settings import ModelSettings
-
-# A scratch model's feed-forward layer is this many times its hidden size.
-SCRATCH_FEED_FORWARD_FACTOR = 3
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -69,7 +67,7 @@ class ModelShape:
                 heads=model.heads,
                 kv_heads=model.kv_heads,
                 head_dim=model.hidden // model.heads,
-                feed_forward=SCRATCH_FEED_FORWARD_FACTOR * model.hidden,
+                feed_forward=MLP_WIDTH_FACTOR * model.hidden,
                 vocab_size=model.vocab_size,
                 dtype_bytes=dtype_bytes,
             )

@@ -126,3 +126,9 @@ class InvariantViolation(TideError):
     """One of I1…I12 does not hold: a fault of TideRL itself, never of its user."""
 
     reason = "invariant"
+
+
+class RunStopped(TideError):
+    """The run ended early because it was asked to (Ctrl-C, SIGTERM); `what` says what was saved. Exit code 130."""
+
+    reason = "stopped"

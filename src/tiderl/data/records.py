@@ -60,7 +60,8 @@ class Observation(msgspec.Struct, frozen=True):
 class Step(msgspec.Struct, frozen=True):
     """An environment's answer to one action.
 
-    `terminated`: the task is over by its own rules. `truncated`: it was cut short. `info["success"]` (bool), where given,
+    `terminated`: the task is over by its own rules. `truncated`: it was cut short. `info["success"]` (bool), where
+    given,
     is what evaluation counts; without it, a total reward above 0 counts as success.
     """
 
@@ -147,7 +148,8 @@ class Trajectory(msgspec.Struct, frozen=True):
 
 
 class Sequence(msgspec.Struct, frozen=True):
-    """What the trainer sees of a trajectory. Carries its group's rewards, so any micro-batch is self-contained (I7, I9)."""
+    """What the trainer sees of a trajectory. Carries its group's rewards, so any micro-batch is self-contained (I7,
+    I9)."""
 
     trajectory_id: int
     prompt_id: int

@@ -55,7 +55,8 @@ class TurnResult(msgspec.Struct, frozen=True):
 
 
 class TurnFailure(msgspec.Struct, frozen=True):
-    """A turn that ended without a result; only this turn, the engine goes on. `error` is a `reason` of `data.errors`."""
+    """A turn that ended without a result; only this turn, the engine goes on. `error` is a `reason` of
+    `data.errors`."""
 
     task: TaskKey
     turn: int

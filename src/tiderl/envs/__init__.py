@@ -1,1 +1,2 @@
-"""Environments: what people write, the registry, and the isolations that run them. Know `tiderl.data`, ports, wire."""
+"""Environments: what people write, the registry, and the isolations that run them. Know `tiderl.data`, ports,
+wire."""

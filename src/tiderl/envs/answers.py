@@ -1,32 +1,43 @@
-"""The border of the user's code: its answers made into records or refused, its exceptions made into typed faults.
+"""The border of the user's code: its answers made into records or refused, its exceptions made into typed
+faults.
 
 A non-finite reward never gets past here (I9). Must not know processes, threads or slots.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from tiderl.data.errors import EnvironmentNonsense, EnvironmentRaised, TideError, VerifierFault
+from tiderl.data.errors import (
+    ConfigurationError,
+    EnvironmentFault,
+    EnvironmentNonsense,
+    EnvironmentRaised,
+    TideError,
+)
 from tiderl.data.records import ImageHandle, Observation, Prompt, Step, TokenCount
 
 OBSERVATION_CHARACTERS_MAX = 100_000
 """About 25,000 tokens: no environment means more than that by one answer."""
 INFO_BYTES_MAX = 100_000
+WORDS_MAX = 100_000
 MESSAGE_CHARACTERS_MAX = 500
 
-E = TypeVar("E", bound=TideError)
+TASK_SET_ERRORS = (EnvironmentFault, ConfigurationError)
+"""What `prompts`, `vocabulary` and `expert` may raise as it is: they run before anything starts."""
 
 
 def as_observation(answer: Any, where: str) -> Observation:
-    """`str` or `Observation` to `Observation`. Raises `EnvironmentNonsense` for anything else and for endless text."""
+    """`str` or `Observation` to `Observation`. Raises `EnvironmentNonsense` for anything else and for endless
+    text."""
     if isinstance(answer, str):
         answer = Observation.text(answer)
     if not isinstance(answer, Observation):
@@ -40,16 +51,20 @@ def as_observation(answer: Any, where: str) -> Observation:
         characters += len(part) if isinstance(part, str) else 0
     if characters > OBSERVATION_CHARACTERS_MAX:
         raise EnvironmentNonsense(
-            f"the observation has {characters} characters, more than {OBSERVATION_CHARACTERS_MAX}", where=where
+            f"the observation has {characters} characters, more than {OBSERVATION_CHARACTERS_MAX}",
+            where=where,
         )
     return Observation(tuple(answer.parts))
 
 
 def as_step(answer: Any, where: str) -> Step:
-    """A `Step` whose observation is an `Observation`, whose reward is a finite float, whose info is plain values."""
+    """A `Step` whose observation is an `Observation`, whose reward is a finite float, whose info is plain
+    values."""
     if not isinstance(answer, Step):
         raise EnvironmentNonsense(
-            f"the answer is {_shown(answer)}, not a Step", where=where, hint="return Step(observation, reward, …)"
+            f"the answer is {_shown(answer)}, not a Step",
+            where=where,
+            hint="return Step(observation, reward, …)",
         )
     reward = as_reward(answer.reward, where)
     for name in ("terminated", "truncated"):
@@ -86,30 +101,39 @@ def as_words(answer: Any, where: str) -> list[str]:
     """A list of str, for vocabularies and expert actions."""
     if isinstance(answer, str) or not hasattr(answer, "__iter__"):
         raise EnvironmentNonsense(f"the answer is {_shown(answer)}, not a list of str", where=where)
-    words = list(answer)
+    words = list(itertools.islice(answer, WORDS_MAX + 1))
+    if len(words) > WORDS_MAX:
+        raise EnvironmentNonsense(f"the list has more than {WORDS_MAX} words", where=where)
     for word in words:
         if not isinstance(word, str):
             raise EnvironmentNonsense(f"the list holds {_shown(word)}, not only str", where=where)
     return words
 
 
-def raised(error: BaseException, where: str, printed: Sequence[str] = (), *, verifier: bool = False) -> TideError:
-    """The fault for an exception of the user's code: its type, its message, the line that raised, the last print.
+def raised(
+    error: BaseException,
+    where: str,
+    printed: Sequence[str] = (),
+    kind: type[TideError] = EnvironmentRaised,
+    known: tuple[type[TideError], ...] = (EnvironmentFault,),
+) -> TideError:
+    """The fault for an exception of the user's code: its type, its message, the line that raised, the last
+    print.
 
-    A `TideError` is nobody's accident and stays what it is, unless a verifier raised it.
+    An error of a `known` class is nobody's accident and stays what it is.
     """
-    if isinstance(error, TideError) and not (verifier and not isinstance(error, VerifierFault)):
+    if isinstance(error, known):
         return error
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     message = str(error)[:MESSAGE_CHARACTERS_MAX]
     hint = f"it printed last: {printed[-1][:MESSAGE_CHARACTERS_MAX]}" if printed else ""
-    kind = VerifierFault if verifier else EnvironmentRaised
     return kind(f"{type(error).__name__}: {message}{place}", where=where, hint=hint)
 
 
 def _plain(info: Any, where: str) -> dict[str, Any]:
-    """`info` or a payload as plain values that can cross a channel; what has no plain form is kept as its `repr`."""
+    """`info` or a payload as plain values that can cross a channel; what has no plain form is kept as its
+    `repr`."""
     if not isinstance(info, Mapping):
         raise EnvironmentNonsense(f"info is {_shown(info)}, not a mapping", where=where)
     if not info:

@@ -1,7 +1,9 @@
-"""BabyAI as text: a mission in a room, told in 10 to 20 words a turn, one word an action (package `minigrid`).
+"""BabyAI as text: a mission in a room, told in 10 to 20 words a turn, one word an action (package
+`minigrid`).
 
-The same prompt gives the same level (I9). The reward is 1 for success and 0 else, without a discount for time: divided by
-the deviation of a group that always succeeds, a small discount would weigh as much as success itself.
+The same prompt gives the same level (I9). The reward is 1 for success and 0 else, without a discount for
+time: divided by the deviation of a group that always succeeds, a small discount would weigh as much as
+success itself.
 """
 
 from __future__ import annotations
@@ -18,7 +20,24 @@ ACTIONS = ("left", "right", "forward", "pickup", "drop", "toggle", "done")  # mi
 COLORS = ("red", "green", "blue", "purple", "yellow", "grey")
 THINGS = ("wall", "door", "key", "ball", "box", "object")
 DOOR_STATES = ("open", "closed", "locked")
-MISSION_WORDS = ("go", "to", "pick", "up", "put", "next", "open", "a", "the", "in", "front", "of", "behind", "on", "your", "you")
+MISSION_WORDS = (
+    "go",
+    "to",
+    "pick",
+    "up",
+    "put",
+    "next",
+    "open",
+    "a",
+    "the",
+    "in",
+    "front",
+    "of",
+    "behind",
+    "on",
+    "your",
+    "you",
+)
 LINKS = ("then", "after", "and")
 SCENE_WORDS = ("see", "nothing", "ahead", "carrying", "invalid", "success", "failure")
 NUMBERS = tuple(str(number) for number in range(1, 8))  # the view is 7 cells deep
@@ -30,11 +49,13 @@ TRAIN_SEEDS_FROM = 1_000_000  # evaluation seeds are 0 … 999, so no seed is in
 
 MAX_TURNS = 16
 OBJECTS_SHOWN = 2
-"""An object takes six words; two keep an observation below 20. Those that share words with the mission come first."""
+"""An object takes six words; two keep an observation below 20. Those that share words with the mission come
+first."""
 
 
 class BabyAI(Environment):
-    """Options: `level`, any BabyAI level of minigrid; `max_turns`; `objects`, how many an observation names."""
+    """Options: `level`, any BabyAI level of minigrid; `max_turns`; `objects`, how many an observation
+    names."""
 
     def __init__(
         self, level: str = "BabyAI-GoToObj-v0", max_turns: int = MAX_TURNS, objects: int = OBJECTS_SHOWN
@@ -46,6 +67,7 @@ class BabyAI(Environment):
 
     @classmethod
     def prompts(cls, split: Split, **options: Any) -> Sequence[Prompt]:
+        cls(**options).close()  # a level that there is not is refused here, before anything starts
         if split == "train":
             return [Prompt(f"train-{number}", TRAIN_SEEDS_FROM + number) for number in range(TRAIN_PROMPTS)]
         return [Prompt(f"eval-{number}", number) for number in range(EVAL_PROMPTS)]
@@ -61,14 +83,20 @@ class BabyAI(Environment):
         return f"{self._mission()} {self._scene()}"
 
     def step(self, action: Action) -> Step:
-        """An action that is none of the seven words ends the task without reward, and so does the last turn."""
+        """An action that is none of the seven words ends the task without reward, and so does the last
+        turn."""
         self._turns += 1
         if action.malformed or action.text not in ACTIONS:
             return Step("invalid", terminated=True, info={"success": False, "invalid_action": True})
         _, reward, terminated, truncated, _ = self._level.step(ACTIONS.index(action.text))
         if terminated:
             success = bool(reward > 0)
-            return Step("success" if success else "failure", float(success), terminated=True, info={"success": success})
+            return Step(
+                "success" if success else "failure",
+                float(success),
+                terminated=True,
+                info={"success": success},
+            )
         if truncated or self._turns >= self._max_turns:
             return Step(self._scene(), truncated=True, info={"success": False})
         return Step(self._scene())
@@ -96,7 +124,8 @@ class BabyAI(Environment):
         return mission.replace(",", "")
 
     def _scene(self) -> str:
-        """What is straight ahead and how far, what is carried, and the objects in view, relative to the agent."""
+        """What is straight ahead and how far, what is carried, and the objects in view, relative to the
+        agent."""
         grid, visible = self._level.gen_obs_grid()
         column, row = grid.width // 2, grid.height - 1  # where the agent stands in its own view, looking up
         words = ["see", *_straight_ahead(grid, column, row)]
@@ -140,14 +169,15 @@ def _place(ahead: int, aside: int) -> list[str]:
 
 
 def _make_level(level: str) -> Any:
-    """The level's own object. Raises `MissingExtraError`, and `ConfigurationError` for a name that is no BabyAI level."""
+    """The level's own object. Raises `MissingExtraError`, and `ConfigurationError` for a name that is no
+    BabyAI level."""
     try:
         import gymnasium
         import minigrid.core.mission
         import minigrid.envs.babyai.core.roomgrid_level as generator
     except ImportError as error:
         raise MissingExtraError("minigrid", "babyai", where="env.name babyai") from error
-    # Level generation prints each rejected draw. A module's own `print` hides the built-in one, in every thread at once.
+    # Level generation prints each rejected draw. A module's own `print` hides the built-in one, in every thread.
     for module in (generator, minigrid.core.mission):
         vars(module)["print"] = _say_nothing
     levels = [name for name in gymnasium.registry if name.startswith(LEVEL_PREFIX)]

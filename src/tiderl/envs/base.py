@@ -1,35 +1,43 @@
 """What an environment is: the class that people write, and what of it is required, optional, declared.
 
-One object is one task: `Class(**options)`, `reset` once, `step` until it is over, `close`. The same prompt gives every
-member of its group the same start (I9). Must not know how or where environments are run.
+One object is one task: `Class(**options)`, `reset` once, `step` until it is over, `close`. The same prompt
+gives every member of its group the same start (I9). Must not know how or where environments are run.
 """
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from tiderl.data.errors import ConfigurationError
 from tiderl.data.records import Action, Observation, Prompt, Split, Step
 
 REQUIRED = ("prompts", "reset", "step")
-OPTIONAL = ("vocabulary", "expert", "tools", "score", "close", "pause", "resume", "snapshot", "restore")
+RESERVED = ("tools", "pause", "resume", "snapshot", "restore")
+OPTIONAL = ("vocabulary", "expert", "score", "close", *RESERVED)
 
 
 class Environment:
-    """Base of environments. Write `prompts`, `reset` and `step`; the rest is optional, and defined means declared:
+    """Base of environments. Write `prompts`, `reset` and `step`; the rest is optional, and defined means
+    declared:
 
-    - `vocabulary(**options) -> words` (class method): every word of observations and actions; the `words` tokenizer needs it.
-    - `expert(prompt) -> list[str]`: the actions that solve the prompt. Called on a fresh object of its own, without `reset`.
-    - `tools() -> list[dict]`: tool schemas, asked once, after `reset`.
-    - `score(trajectory) -> float`: a verifier after the last turn; without it the reward is the sum of step rewards.
-    - `close()`: give back what the object holds. `pause()`/`resume()`, `snapshot() -> bytes`/`restore(bytes)`.
+    - `vocabulary(**options) -> words` (class method): every word of observations and actions; the `words`
+      tokenizer needs it.
+    - `expert(prompt) -> list[str]`: the actions that solve the prompt. Called on a fresh object of its own,
+      without `reset`.
+    - `score(trajectory) -> float`: a verifier after the last turn; without it the reward is the sum of step
+      rewards.
+    - `close()`: give back what the object holds.
+    - reserved names, not called yet: `tools`, `pause`, `resume`, `snapshot`, `restore`.
 
-    Options of `env.options` arrive as keyword arguments in `__init__` and in both class methods. Any class with these
-    methods is an environment; inheriting from this one only saves writing `__init__` and `close`. Plain `def`; `async def`
-    is for `env.isolation: async`. Whatever is raised ends the trajectory as an environment fault.
+    Options of `env.options` arrive as keyword arguments in `__init__` and in both class methods. Any class
+    with these methods is an environment; inheriting from this one only saves writing `__init__` and `close`.
+    Plain `def`; `async def` is for `env.isolation: async`. Whatever is raised ends the trajectory as an
+    environment fault.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -70,6 +78,22 @@ class Description(msgspec.Struct, frozen=True):
     @property
     def has_score(self) -> bool:
         return "score" in self.declared
+
+
+def check_options(environment: type, options: Mapping[str, Any]) -> None:
+    """Refuse options that the constructor does not take. Raises `ConfigurationError`."""
+    try:
+        parameters = inspect.signature(environment).parameters.values()
+    except ValueError:  # a class without a readable signature takes what it takes
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY]
+    for key in options:
+        if key not in names:
+            close = difflib.get_close_matches(key, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it takes: {', '.join(names) or 'none'}"
+            raise ConfigurationError(f"{environment.__name__} has no option {key!r}", where="env.options", hint=hint)
 
 
 def missing_methods(candidate: type) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The built-in environment: find and take the named object in a small grid seen from within. No dependencies.
 
-The same prompt gives the same grid (I9). Of two objects in sight only one is asked for, and taking the other one ends the
-task: a few demonstrations teach the walking, the rest is learnt from reward.
+The same prompt gives the same grid (I9). Of two objects in sight only one is asked for, and taking the other
+one ends the task: a few demonstrations teach the walking, the rest is learnt from reward.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tiderl.data.errors import ConfigurationError
 from tiderl.data.records import Action, Prompt, Split, Step
 from tiderl.data.rng import stream
 from tiderl.envs.base import Environment
@@ -26,17 +27,27 @@ EVAL_PROMPTS = 1_000
 TRAIN_SEEDS_FROM = 1_000_000  # evaluation seeds are 0 … 999, so no seed is in both
 
 Cell = tuple[int, int]
-HEADINGS: tuple[Cell, ...] = ((0, -1), (1, 0), (0, 1), (-1, 0))  # north, east, south, west; y grows to the south
+HEADINGS: tuple[Cell, ...] = (
+    (0, -1),
+    (1, 0),
+    (0, 1),
+    (-1, 0),
+)  # north, east, south, west; y grows to the south
 
 
 class Fetch(Environment):
     """Options: `size`, cells a side; `objects`, of different looks; `max_turns`.
 
-    Seen is what lies ahead or beside, not behind; `forward` into a wall or an object leaves the agent where it is; `take`
-    takes the object in the next cell ahead.
+    Seen is what lies ahead or beside, not behind; `forward` into a wall or an object leaves the agent where
+    it is; `take` takes the object in the next cell ahead.
     """
 
     def __init__(self, size: int = SIZE_CELLS, objects: int = OBJECTS, max_turns: int = MAX_TURNS) -> None:
+        most = min(size * size - 1, len(COLORS) * len(THINGS))
+        for name, value, least, largest in (("size", size, 2, 99), ("objects", objects, 1, most)):
+            if not least <= value <= largest:
+                text = f"{name} is {value}, not {least} to {largest}"
+                raise ConfigurationError(text, where=f"env.options.{name}")
         self._size, self._object_count, self._max_turns = size, objects, max_turns
         self._objects: dict[Cell, tuple[str, str]] = {}
         self._wanted = ("", "")
@@ -46,6 +57,7 @@ class Fetch(Environment):
 
     @classmethod
     def prompts(cls, split: Split, **options: Any) -> Sequence[Prompt]:
+        cls(**options)  # options that cannot work are refused here, before anything starts
         if split == "train":
             return [Prompt(f"train-{number}", TRAIN_SEEDS_FROM + number) for number in range(TRAIN_PROMPTS)]
         return [Prompt(f"eval-{number}", number) for number in range(EVAL_PROMPTS)]
@@ -68,7 +80,8 @@ class Fetch(Environment):
         return f"fetch {self._wanted[0]} {self._wanted[1]} {self._scene()}"
 
     def step(self, action: Action) -> Step:
-        """An action that is none of the four words ends the task without reward, and so does the last turn."""
+        """An action that is none of the four words ends the task without reward, and so does the last
+        turn."""
         self._turns += 1
         word = "" if action.malformed else action.text
         if word == "take":

@@ -1,7 +1,7 @@
 """Isolation `async`: environments on the driver's own event loop. No threads, no processes, deterministic.
 
-Plain methods are called directly, so one that blocks blocks the run and no deadline can stop it; `async def` methods
-overlap and keep `env.deadline_s`. A class that may hang or crash belongs in `pool` or `process`.
+Plain methods are called directly, so one that blocks blocks the run and no deadline can stop it; `async def`
+methods overlap and keep `env.deadline_s`. A class that may hang or crash belongs in `pool` or `process`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,25 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tiderl.data.errors import EnvironmentTimeout, InvariantViolation, TideError, VerifierFault
+from tiderl.data.errors import (
+    EnvironmentFault,
+    EnvironmentTimeout,
+    InvariantViolation,
+    TideError,
+    VerifierFault,
+)
 from tiderl.data.records import Action, Observation, Prompt, Split, Step, TaskKey, Trajectory
 from tiderl.data.settings import WaitProfile
-from tiderl.envs.answers import as_observation, as_prompts, as_reward, as_step, as_words, raised
-from tiderl.envs.base import Description, describe
+from tiderl.envs.answers import (
+    TASK_SET_ERRORS,
+    as_observation,
+    as_prompts,
+    as_reward,
+    as_step,
+    as_words,
+    raised,
+)
+from tiderl.envs.base import Description, check_options, describe
 from tiderl.envs.output import ROUTED_PRINTS, LastLines, printed_by
 from tiderl.envs.registry import load
 from tiderl.envs.slots import Slot, Slots
@@ -40,13 +54,9 @@ class AsyncEnvironments:
         self.slots, self.deadline_s = slots, deadline_s
         self.wait_profile, self.seed = wait, seed
         self.description = Description(name, (), ())
+        self.has_expert = False  # known after `start`
         self._slots = Slots(slots)
         self._class: Any = None
-
-    @property
-    def has_expert(self) -> bool:
-        """Known after `start`."""
-        return self.description.has_expert
 
     async def start(self) -> None:
         """Import the class. Raises `ConfigurationError` when there is none."""
@@ -54,28 +64,34 @@ class AsyncEnvironments:
             ROUTED_PRINTS.acquire(forward=False)
             try:
                 with printed_by(LastLines()):
-                    self._class = load(self.name)
+                    found = load(self.name)
+                check_options(found, self.options)
             except TideError:
                 ROUTED_PRINTS.release()
                 raise
-            self.description = describe(self._class)
+            self._class = found
+            self.description = describe(found)
+            self.has_expert = self.description.has_expert
 
     async def prompts(self, split: Split) -> Sequence[Prompt]:
         where = f"{self.name} prompts"
-        return as_prompts(await self.call(lambda: self._class.prompts(split, **self.options), where), where)
+        answer = await self.call(lambda: self._class.prompts(split, **self.options), where, known=TASK_SET_ERRORS)
+        return as_prompts(answer, where)
 
     async def vocabulary(self) -> tuple[str, ...]:
         """Empty where the environment declares none."""
         if not self.description.has_vocabulary:
             return ()
         where = f"{self.name} vocabulary"
-        return tuple(as_words(await self.call(lambda: self._class.vocabulary(**self.options), where), where))
+        answer = await self.call(lambda: self._class.vocabulary(**self.options), where, known=TASK_SET_ERRORS)
+        return tuple(as_words(answer, where))
 
     async def expert(self, prompt: Prompt) -> Sequence[str]:
         where = f"{self.name} expert {prompt.id}"
-        environment = await self.call(self.make, where)
+        environment = await self.call(self.make, where, known=TASK_SET_ERRORS)
         try:
-            return as_words(await self.call(lambda: environment.expert(prompt), where), where)
+            answer = await self.call(lambda: environment.expert(prompt), where, known=TASK_SET_ERRORS)
+            return as_words(answer, where)
         finally:
             await self.call(lambda: close(environment), where)
 
@@ -97,6 +113,7 @@ class AsyncEnvironments:
         where: str,
         lines: LastLines | None = None,
         deadline_s: float | None = None,
+        known: tuple[type[TideError], ...] = (EnvironmentFault,),
     ) -> Any:
         """Run the user's code and await what it gives to await; whatever it raises becomes a typed fault."""
         seconds = self.deadline_s if deadline_s is None else deadline_s
@@ -111,7 +128,7 @@ class AsyncEnvironments:
             if deadline.expired():
                 text = f"no answer within env.deadline_s = {self.deadline_s:g}"
                 raise EnvironmentTimeout(text, where=where) from error
-            raise raised(error, where, lines.lines()) from error
+            raise raised(error, where, lines.lines(), known=known) from error
 
 
 class AsyncHandle:

@@ -1,7 +1,8 @@
-"""What environments print: kept out of the terminal and of the protocol, capped, the last lines remembered for faults.
+"""What environments print: kept out of the terminal and of the protocol, capped, the last lines remembered
+for faults.
 
-Python's own prints are told apart by the context they are printed in (a thread, an asyncio task), so that each
-environment keeps its own last lines. Must not know environments or processes.
+Python's own prints are told apart by the context they are printed in (a thread, an asyncio task), so that
+each environment keeps its own last lines. Must not know environments or processes.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ _printer: ContextVar[LastLines | None] = ContextVar("printer", default=None)
 
 @contextlib.contextmanager
 def printed_by(lines: LastLines) -> Iterator[None]:
-    """What this context prints, while a `PrintRouter` is in place, is the environment's that `lines` belongs to."""
+    """What this context prints, while a `PrintRouter` is in place, is the environment's that `lines` belongs
+    to."""
     token = _printer.set(lines)
     try:
         yield
@@ -59,8 +61,8 @@ def printed_by(lines: LastLines) -> Iterator[None]:
 
 
 class PrintRouter:
-    """Stands in for `sys.stdout` or `sys.stderr`. An environment's prints go to its `LastLines` and, where `forward`, on to
-    the stream up to a cap; everybody else's go straight on."""
+    """Stands in for `sys.stdout` or `sys.stderr`. An environment's prints go to its `LastLines` and, where
+    `forward`, on to the stream up to a cap; everybody else's go straight on."""
 
     def __init__(self, stream: TextIO, *, forward: bool) -> None:
         self._stream = stream
@@ -83,7 +85,8 @@ class PrintRouter:
 
 
 class RoutedPrints:
-    """Routers in place of `sys.stdout` and `sys.stderr`, once however many ask for them, gone with the last."""
+    """Routers in place of `sys.stdout` and `sys.stderr`, once however many ask for them, gone with the
+    last."""
 
     def __init__(self) -> None:
         self._users = 0
@@ -95,7 +98,7 @@ class RoutedPrints:
         if self._users == 1:
             self._originals = sys.stdout, sys.stderr
             self._routers = PrintRouter(sys.stdout, forward=forward), PrintRouter(sys.stderr, forward=forward)
-            sys.stdout, sys.stderr = self._routers  # type: ignore[assignment]
+            sys.stdout, sys.stderr = self._routers
 
     def release(self) -> None:
         self._users -= 1
@@ -110,7 +113,8 @@ ROUTED_PRINTS = RoutedPrints()
 
 
 def capture_process_output(log: Path) -> None:
-    """Let file descriptors 1 and 2 of this process, and of what it starts, write to `log`, at most `LOG_BYTES_MAX`."""
+    """Let file descriptors 1 and 2 of this process, and of what it starts, write to `log`, at most
+    `LOG_BYTES_MAX`."""
     readable, writable = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,16 +1,20 @@
-"""The registry: one line an environment, readable without importing it; and finding a class by name, path or module.
+"""The registry: one line an environment, readable without importing it; and finding a class by name, path or
+module.
 
-A name that is no environment is a `ConfigurationError` that says what is wrong with it. Must not know isolations.
+A name that is no environment is a `ConfigurationError` that says what is wrong with it. Must not know
+isolations.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -34,7 +38,7 @@ class Entry:
     profile: WorkloadProfile
 
 
-# The profiles are from `tiderl env check NAME`: expert turns, tokens of the words renderer, seconds on a 2-core machine.
+# The profiles are what `tiderl env check NAME` measures: the expert's turns, tokens of the words renderer, seconds.
 REGISTRY = {
     entry.name: entry
     for entry in (
@@ -102,8 +106,9 @@ def profile(name: str) -> WorkloadProfile:
 def load(name: str) -> type:
     """The environment class behind a registered name, `./file.py:Class` or `package.module:Class`.
 
-    Raises `ConfigurationError`: no such name, file, module or class, a syntax error, a module that fails at import, a
-    class that is no environment; `MissingExtraError` when a registered one needs a package that is not there.
+    Raises `ConfigurationError`: no such name, file, module or class, a syntax error, a module that fails at
+    import, a class that is no environment; `MissingExtraError` when a registered one needs a package that is
+    not there.
     """
     if name in REGISTRY:
         return _load_registered(REGISTRY[name])
@@ -166,7 +171,7 @@ def _import_file(path: Path, name: str) -> ModuleType:
         sys.path.insert(0, str(path.parent))  # the file may import its neighbours
     sys.modules[module_name] = module  # dataclasses and typing look the module up while it runs
     try:
-        _supervised(lambda: spec.loader and spec.loader.exec_module(module), name)
+        _supervised(functools.partial(spec.loader.exec_module, module), name)
     except ConfigurationError:
         del sys.modules[module_name]
         raise
@@ -185,9 +190,8 @@ def _import_module(module_name: str, name: str) -> ModuleType:
     return sys.modules[module_name]
 
 
-def _supervised(imports: object, name: str) -> None:
+def _supervised(imports: Callable[[], object], name: str) -> None:
     """Run an import of the user's code; whatever it raises is a `ConfigurationError` that names the line."""
-    assert callable(imports)
     try:
         imports()
     except TideError:
@@ -199,7 +203,9 @@ def _supervised(imports: object, name: str) -> None:
         frames = traceback.extract_tb(error.__traceback__)
         place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else name
         raise ConfigurationError(
-            f"importing it raised {type(error).__name__}: {error}", where=f"{WHERE} {name}", hint=f"at {place}"
+            f"importing it raised {type(error).__name__}: {error}",
+            where=f"{WHERE} {name}",
+            hint=f"at {place}",
         ) from error
 
 

@@ -1,4 +1,5 @@
-"""Slots: how many environments may be open at once, first come first served. A slot is given back exactly once."""
+"""Slots: how many environments may be open at once, first come first served. A slot is given back exactly
+once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Waits that an environment's step really waits: lognormal with a heavy tail, for trying schedules on slow worlds.
+"""Waits that an environment's step really waits: lognormal with a heavy tail, for trying schedules on slow
+worlds.
 
-A wait is a function of (seed, prompt, member, turn), never of the attempt or of call order: the same trajectory waits
-alike under every strategy.
+A wait is a function of (seed, prompt, member, turn), never of the attempt or of call order: the same
+trajectory waits alike under every strategy.
 """
 
 from __future__ import annotations

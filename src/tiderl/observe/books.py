@@ -1,6 +1,6 @@
 """Two running accounts from events: what became of every issued trajectory, and how long rollout waited.
 
-Keeps I1 countable: issued = trained + dropped + in flight at every moment, without reading the journal. Knows only events.
+Keeps I1 countable: issued = trained + dropped + in flight at every moment. Reads events only, never the journal.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class IssueBook:
 
 
 class WaitBook:
-    """Rank-seconds that rollout ranks spent in `ROLLOUT_WAITS` since `start_s`; a rank that trains meanwhile does not wait."""
+    """Rank-seconds of rollout ranks in `ROLLOUT_WAITS` since `start_s`; a rank that trains meanwhile does not wait."""
 
     def __init__(self) -> None:
         self.start_s: float | None = None

@@ -13,18 +13,22 @@ DEFINITIONS: Mapping[str, str] = {
     "outcome": "done, stopped or failed; null while it runs",
     "updates": "number of the last committed update",
     "goodput_tokens_per_s": (
-        "loss-bearing tokens of committed updates, each once, divided by the seconds from the first issued task to the last "
-        "commit; evaluation and checkpoints are inside these seconds, start-up and warm start are not"
+        "loss-bearing tokens of committed updates, each once, divided by the seconds from the first issued task to the "
+        "last commit; evaluation and checkpoints are inside these seconds, start-up and warm start are not"
     ),
     "goodput_tokens_per_rank_s": "goodput_tokens_per_s divided by all ranks",
     "consumed_groups_per_s": "groups of committed updates divided by the same seconds",
-    "eval_success_first": "successes over finished held-out episodes of the first evaluation; episodes lost to faults are in neither",
+    "eval_success_first": (
+        "successes over finished held-out episodes of the first evaluation; episodes lost to faults are in neither"
+    ),
     "eval_success_last": "the same of the last evaluation",
     "eval_success_curve": "[version, success] of every evaluation, in order",
     "staleness_max": "updates; largest (update - 1) - version over all loss-bearing tokens trained",
     "staleness_mean_tokens": "updates; mean of the same over all loss-bearing tokens trained",
     "window_staleness_max": "updates; the longest that a trained group waited after it was ready",
-    "issued": "trajectories: a group's members when its prompt is issued, and each refill; issued = trained + dropped + in_flight",
+    "issued": (
+        "trajectories: a group's members when its prompt is issued, and each refill; = trained + dropped + in_flight"
+    ),
     "trained": "trajectories of committed updates",
     "dropped": "trajectories by reason",
     "in_flight": "trajectories running or ready",
@@ -33,8 +37,8 @@ DEFINITIONS: Mapping[str, str] = {
     "trained_loss_tokens": "loss-bearing tokens of committed updates",
     "twt_s": "seconds that the trainer waited for data, over the committed updates",
     "rwt_s": (
-        "seconds that a rollout rank waited for consumption or for new weights, from the first issued task to the last commit; "
-        "mean over the rollout ranks"
+        "seconds that a rollout rank waited for consumption or for new weights, from the first issued task to the last "
+        "commit; mean over the rollout ranks"
     ),
     "reward_first": "mean trajectory reward of the first committed update",
     "reward_last": "mean trajectory reward of the last committed update",

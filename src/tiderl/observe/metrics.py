@@ -133,7 +133,7 @@ class RunMetrics:
         return self.last_commit.t_s - self.first_issue_s
 
     def summary(self) -> dict[str, Any]:
-        """The figures by name, each defined in `definitions.py`. Plain JSON values; None where one has no meaning yet."""
+        """The figures by name, each defined in `definitions.py`. Plain JSON values; None where one has no meaning."""
         started, seconds = self.started, self.consuming_s
         goodput = _ratio(self.loss_tokens, seconds)
         curve = [[e.version, _success(e)] for e in self.evals]

@@ -27,6 +27,7 @@ class Member:
     number: int
     trajectory_id: int
     attempt: int = 0
+    """Starts of this place so far, refills included; the next start of anything here has a higher one."""
     retries: int = 0
     trajectory: Trajectory | None = None
     sha256: str | None = None
@@ -108,6 +109,12 @@ class Buffer:
         if violated is not None:
             raise InvariantViolation(f"more groups are due by update {violated + 1} than it can consume (I3)")
         return group
+
+    def restore(self, group: Group, now_s: float) -> None:
+        """Takes back a group that an earlier driver started; its counters come with `Recovered`."""
+        if all(member.trajectory is not None for member in group.members):
+            group.ready_s, group.ready_update = now_s, self.updates_done
+        self.groups[group.prompt_id] = group
 
     def new_trajectory_id(self) -> int:
         number = self.next_trajectory_id

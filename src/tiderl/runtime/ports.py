@@ -36,7 +36,8 @@ class EngineCore(Protocol):
     capabilities: EngineCapabilities
 
     def add(self, turn: Turn) -> None:
-        """Queue a turn. Raises `RequestTooLarge` for one that can never fit, `BudgetError` for a second turn of a task."""
+        """Queue a turn. Raises `RequestTooLarge` for one that can never fit, `BudgetError` for a second turn of a
+        task."""
 
     def abort(self, task: TaskKey, turn: int) -> TurnResult | None:
         """End a turn now; its tokens so far come back, `finish_reason="aborted"`. None if it is not here (any more)."""
@@ -51,11 +52,13 @@ class EngineCore(Protocol):
     def release(self, task: TaskKey) -> None: ...
     def offload(self, task: TaskKey) -> None: ...
     def pause(self, mode: PauseMode) -> list[TurnResult]:
-        """Stop stepping. `abort` returns every turn's tokens so far, `keep` holds them for `resume`. Twice is as once."""
+        """Stop stepping. `abort` returns every turn's tokens so far, `keep` holds them for `resume`. Twice is as
+        once."""
 
     def resume(self) -> None: ...
     def load_weights(self, handle: WeightHandle) -> None:
-        """Replace the weights and commit the version. KV of other versions is never used again (I6): turns in flight go on
+        """Replace the weights and commit the version. KV of other versions is never used again (I6): turns in flight
+        go on
         by recomputing their context under the new weights."""
 
     def stats(self) -> EngineStats: ...
@@ -106,7 +109,8 @@ class Engine(Protocol):
         """The last reported stats; at most 100 ms old while the engine works."""
 
     async def generate(self, turn: Turn) -> TurnResult:
-        """Raises `RequestTooLarge`, `BudgetError`, `NumericalFault`, `RankLost`, `ChannelTimeout`. When the awaiting task
+        """Raises `RequestTooLarge`, `BudgetError`, `NumericalFault`, `RankLost`, `ChannelTimeout`. When the awaiting
+        task
         is cancelled, the turn is aborted."""
 
     async def abort(self, task: TaskKey, turn: int) -> None:
@@ -157,7 +161,8 @@ class RankChange:
 
 
 class Cluster(Protocol):
-    """Rank hosts. `start` returns when all are up. A lost host is restarted by the cluster itself and reported twice."""
+    """Rank hosts. `start` returns when all are up. A lost host is restarted by the cluster itself and reported
+    twice."""
 
     ranks: int
     engines: Mapping[int, Engine]  # by replica; the object stays the same over a restart
@@ -275,10 +280,12 @@ class Ledger(Protocol):
     """The journal. Rows become visible in the order of the calls; `commit` and `durable` are atomic."""
 
     def append(self, rows: Sequence[LedgerRow]) -> None:
-        """Queue rows; never waits. They are on disk before any later `commit` returns."""
+        """Queue rows; never waits. One call is atomic. They are on disk before any later `commit` returns. A version or
+        prompt that is there already stays as it is."""
 
     async def commit(self, update: int, trajectory_ids: Sequence[int]) -> None:
-        """One transaction: the update's row, and its trajectories become `trained`. Raises `InvariantViolation` for an id
+        """One transaction: the update's row, and its trajectories become `trained`. Raises `InvariantViolation` for
+        an id
         that is not `ready` or an update that exists, `CheckpointError` when the disk refuses."""
 
     async def durable(self, checkpoint: CheckpointRow) -> None: ...
@@ -298,6 +305,18 @@ class Blobs(Protocol):
     async def delete(self, sha256s: Sequence[str]) -> None: ...
 
 
+class Checkpoints(Protocol):
+    """Named folders of trainer state. A name is relative: the run directory may move."""
+
+    def path(self, name: str) -> str:
+        """Where the trainer's rank saves and restores it."""
+
+    def whole(self, name: str) -> bool:
+        """True when it was written to its end."""
+
+    async def delete(self, names: Sequence[str]) -> None: ...
+
+
 class Recorder(Protocol):
     """Takes events; never waits."""
 
@@ -313,4 +332,5 @@ class Ports:
     renderer: Renderer
     ledger: Ledger
     blobs: Blobs
+    checkpoints: Checkpoints
     recorder: Recorder

@@ -1,6 +1,7 @@
 """The rollout loop: asks `schedule` what may start, starts it, and handles what comes back.
 
-Keeps I1 (each member's end is written once), I9 (refills by member number) and structured concurrency: every task lives in
+Keeps I1 (each member's end is written once), I9 (refills by member number) and structured concurrency: every task
+lives in
 this loop's TaskGroup. Decides nothing itself: admission is `schedule.tasks`, failures are `schedule.groups`.
 """
 
@@ -15,8 +16,8 @@ from tiderl.data.events import Dropped, Event, Fault, GroupReady, PromptIssued, 
 from tiderl.data.records import Prompt, TaskKey, Trajectory
 from tiderl.runtime.buffer import Buffer, Group, Member
 from tiderl.runtime.evaluation import EvalJob, Evaluator
+from tiderl.runtime.journal import Journal
 from tiderl.runtime.ports import Ports
-from tiderl.runtime.recovery import Journal
 from tiderl.runtime.sync import NOT_LOADED, Publisher
 from tiderl.runtime.task import TaskLimits, TaskPlayer
 from tiderl.runtime.wakeup import Wakeup
@@ -77,7 +78,8 @@ class Rollout:
         return self.training_tasks[replica] > 0
 
     async def run(self, check_progress: Callable[[], None]) -> None:
-        """Until cancelled. `check_progress` is called before each wait, and raises when nothing can ever happen again."""
+        """Until cancelled. `check_progress` is called before each wait, and raises when nothing can ever happen
+        again."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._admit(tasks)
@@ -219,20 +221,28 @@ class Rollout:
             return
         if verdict == "retry":
             member.retries += 1
-        else:
-            self._drop_member(group, member, fault.reason, tokens)
-            group.refills += kind != "infrastructure"
-            member.trajectory_id = self.buffer.new_trajectory_id()
-            member.retries = 0
-        member.attempt += 1
-        self.journal.restarted(group, member)
-        self.waiting.appendleft((group, member))
+            member.attempt += 1
+            self.journal.retried(group, member)
+            self.waiting.appendleft((group, member))
+            return
+        group.refills += kind != "infrastructure"
+        self.refill(group, member, fault.reason, tokens)
+
+    def refill(self, group: Group, member: Member, reason: str, tokens: int) -> None:
+        """Drops the member's trajectory and puts a new one in its place, first in the queue."""
+        new = Member(member.number, self.buffer.new_trajectory_id(), attempt=member.attempt + 1)
+        self.journal.refilled(group, member, reason, new)
+        self._emit_dropped(group, member, reason, tokens)
+        group.members[member.number] = new
+        self.waiting.appendleft((group, new))
 
     def _drop_group(self, group: Group, failed: Member, reason: str, tokens: int) -> None:
         """The prompt is given up: its other members are cancelled, finished ones included."""
-        for member in group.members:
+        reasons = [reason if member is failed else "group_dropped" for member in group.members]
+        self.journal.group_dropped(group, reasons)
+        for member, why in zip(group.members, reasons, strict=True):
             spent = tokens if member is failed else (member.trajectory.tokens if member.trajectory else 0)
-            self._drop_member(group, member, reason if member is failed else "group_dropped", spent)
+            self._emit_dropped(group, member, why, spent)
         self.buffer.drop(group)
         self.waiting = deque(entry for entry in self.waiting if entry[0] is not group)
         current = asyncio.current_task()
@@ -240,8 +250,7 @@ class Rollout:
             if task is not current:
                 task.cancel()
 
-    def _drop_member(self, group: Group, member: Member, reason: str, tokens: int) -> None:
-        self.journal.dropped(group, member, reason)
+    def _emit_dropped(self, group: Group, member: Member, reason: str, tokens: int) -> None:
         self.emit(
             Dropped(
                 t_s=_now(),

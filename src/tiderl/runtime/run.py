@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from tiderl.data.errors import DeadlockError, InfrastructureFault
+from tiderl.data.errors import DeadlockError
 from tiderl.data.events import Event, RankBack, RankLostEvent, RunEnded, RunStarted
 from tiderl.data.records import Prompt
 from tiderl.data.rng import stream
 from tiderl.data.settings import RunSettings
-from tiderl.runtime.buffer import Buffer
+from tiderl.runtime.buffer import Buffer, Group
+from tiderl.runtime.checkpoints import Checkpointer
 from tiderl.runtime.evaluation import Evaluator
+from tiderl.runtime.journal import Journal
 from tiderl.runtime.ports import Ports
-from tiderl.runtime.recovery import Journal
+from tiderl.runtime.recovery import Recovered, load_group, recover
 from tiderl.runtime.rollout import Rollout
 from tiderl.runtime.sync import Publisher
 from tiderl.runtime.task import TaskLimits
@@ -65,7 +68,8 @@ class Run:
             self._main.cancel()
 
     async def run(self) -> Outcome:
-        """Raises what ended the run early: a `TideError` of the port that failed, `DeadlockError`, `InvariantViolation`."""
+        """Raises what ended the run early: a `TideError` of the port that failed, `DeadlockError`,
+        `InvariantViolation`."""
         settings, cluster = self.settings, self.ports.cluster
         self._emit(
             RunStarted(
@@ -83,7 +87,7 @@ class Run:
         )
         outcome = "failed"
         updates = 0
-        self._main = asyncio.current_task()  # type: ignore[assignment]
+        self._main = asyncio.current_task()
         try:
             updates = await self._phases()
             outcome = "done" if updates == settings.updates else "stopped"
@@ -98,10 +102,19 @@ class Run:
         return Outcome(outcome, updates)
 
     async def _phases(self) -> int:
-        train_prompts = await self.ports.environments.prompts("train")
-        eval_prompts = (await self.ports.environments.prompts("eval"))[: self.settings.evaluation.prompts]
-        await warm_start(self.ports, train_prompts, self.settings.warmup, self._limits())
-        loops = self._build(train_prompts, eval_prompts)
+        environments = self.ports.environments
+        train_prompts = await environments.prompts("train")
+        eval_prompts = (await environments.prompts("eval"))[: self.settings.evaluation.prompts]
+        loops = self._build(train_prompts, eval_prompts if self.settings.evaluation.every_updates else ())
+        recovered = recover(await self.ports.ledger.replay(), self.ports.checkpoints.whole)
+        if recovered is None:
+            await warm_start(self.ports, train_prompts, self.settings.warmup, self._limits())
+            await loops.checkpointer.write(0)
+        else:
+            await loops.resume(recovered, train_prompts)
+        loops.rollout.prompts = islice(
+            prompt_stream(train_prompts, self.settings.seed), loops.buffer.next_prompt_id, None
+        )
         self._training = loops.training
         async with asyncio.TaskGroup() as tasks:
             background = [
@@ -112,10 +125,12 @@ class Run:
                     for replica in self.ports.cluster.engines
                 ),
             ]
-            await loops.committed(0)
+            await loops.publish(loops.buffer.updates_done)
             await loops.training.run(loops.committed)
             while loops.evaluator.jobs and not self.stop_requested:
                 await self.wakeup.wait()
+            if loops.checkpointer.last_update < loops.buffer.updates_done:
+                await loops.checkpointer.write(loops.buffer.updates_done)
             for task in background:
                 task.cancel()
         return loops.buffer.updates_done
@@ -156,7 +171,7 @@ class Run:
             publisher,
             evaluator,
             self.wakeup,
-            prompt_stream(train_prompts, settings.seed),
+            iter(()),
             self._emit,
             limits=self._limits(),
             eval_limits=self._limits(settings.evaluation.temperature),
@@ -164,8 +179,17 @@ class Run:
             slots=settings.slots,
             total_groups=settings.updates * settings.global_batch_groups,
         )
-        training = Training(ports.cluster, buffer, journal, self.wakeup, self._emit, settings)
-        return Loops(settings, buffer, journal, evaluator, publisher, rollout, training)
+        training = Training(ports, buffer, journal, self.wakeup, self._emit, settings)
+        checkpointer = Checkpointer(
+            ports.cluster.update,
+            ports.ledger,
+            ports.blobs,
+            ports.checkpoints,
+            self._emit,
+            every_updates=settings.checkpoint_every_updates,
+            keep=settings.checkpoint_keep,
+        )
+        return Loops(ports, settings, buffer, journal, evaluator, publisher, rollout, training, checkpointer)
 
     async def _watch(self, loops: Loops) -> None:
         """Notices ranks that are lost and come back."""
@@ -176,13 +200,13 @@ class Run:
                 self._emit(RankBack(t_s=_now(), rank=change.rank))
                 for replica in replicas:
                     loops.publisher.back(replica)
+                if change.rank == loops.training.rank:
+                    loops.training.restorer.back()
                 continue
             tasks = sum(loops.rollout.training_tasks[r] + loops.rollout.eval_tasks[r] for r in replicas)
             self._emit(RankLostEvent(t_s=_now(), rank=change.rank, reason=change.reason, tasks=tasks))
             for replica in replicas:
                 loops.publisher.lost(replica)
-            if change.rank == loops.training.rank:
-                raise InfrastructureFault("the rank that trains was lost", where=f"rank {change.rank}")
 
     def _emit(self, event: Event) -> None:
         self.ports.recorder.emit(event)
@@ -190,8 +214,9 @@ class Run:
 
 @dataclass
 class Loops:
-    """The parts of a run in progress, and the two questions that need them all."""
+    """The parts of a run in progress, and what needs several of them."""
 
+    ports: Ports
     settings: RunSettings
     buffer: Buffer
     journal: Journal
@@ -199,22 +224,53 @@ class Loops:
     publisher: Publisher
     rollout: Rollout
     training: Training
+    checkpointer: Checkpointer
+    evaluations_due: int = -1
+    """The newest update whose evaluation has been asked for, or need not be."""
 
-    async def committed(self, update: int) -> None:
-        """Publishes the version after this update if it is due, and asks for its evaluation."""
-        settings = self.settings
-        last = update == settings.updates
-        if update % settings.publish_every_updates and not last:
-            return
-        every = settings.evaluation.every_updates
-        due = update == 0 or last or (every > 0 and update // every > self.publisher.newest // every)
-        if due:
-            self.evaluator.begin(update)
-        self.journal.published(update)
-        await self.publisher.publish(update)
+    async def resume(self, recovered: Recovered, train_prompts: Sequence[Prompt]) -> None:
+        """Goes on where the journal ends: the trainer's state, the books, the groups; what was in flight is issued
+        again."""
+        by_id = {prompt.id: prompt for prompt in train_prompts}
+        buffer = self.buffer
+        buffer.updates_done = recovered.updates_done
+        buffer.started_groups = recovered.started_groups
+        buffer.next_prompt_id = recovered.next_prompt_id
+        buffer.next_trajectory_id = recovered.next_trajectory_id
+        self.evaluations_due = recovered.updates_done - 1
+        self.checkpointer.adopt(
+            recovered.checkpoints,
+            [(number, [row.sha256 for row in rows if row.sha256]) for number, rows in recovered.updates],
+        )
+        await self.training.restorer.restore(recovered)
+        for live in recovered.groups:
+            group, lost = await load_group(live, by_id, self.ports.blobs, self.settings.max_staleness)
+            buffer.restore(group, asyncio.get_running_loop().time())
+            for member in lost:
+                self.rollout.refill(group, member, "lost", 0)
+
+    async def committed(self, update: int, batch: Sequence[Group]) -> None:
+        """After an update: publish, then make it durable."""
+        last = update == self.settings.updates
+        if update % self.settings.publish_every_updates == 0 or last:
+            await self.publish(update)
+        hashes = [m.sha256 for group in batch for m in group.members if m.sha256 is not None]
+        await self.training.restorer.guarded(lambda: self.checkpointer.consumed(update, hashes))
+
+    async def publish(self, version: int) -> None:
+        """Publishes this version, and asks for its evaluation if one is due: at the start, at the end, and every so
+        often."""
+        every = self.settings.evaluation.every_updates
+        edge = version in (0, self.settings.updates)
+        if edge or (every > 0 and version // every > self.evaluations_due // every):
+            self.evaluator.begin(version)
+            self.evaluations_due = version
+        self.journal.published(version)
+        await self.training.restorer.guarded(lambda: self.publisher.publish(version))
 
     def check_progress(self) -> None:
-        """Raises `DeadlockError` when no task is in flight, none can start, no load can start and no batch can be made."""
+        """Raises `DeadlockError` when no task is in flight, none can start, no load can start and no batch can be
+        made."""
         if self.rollout.in_flight or not self.training.waiting or self.training.stopping:
             return
         if self.publisher.may_progress() or not all(self.publisher.up.values()) or self.buffer.choose():
@@ -222,8 +278,8 @@ class Loops:
         groups = self.buffer.groups.values()
         waiting = [f"prompt {g.prompt_id} (due by update {g.deadline + 1})" for g in groups if not g.ready]
         raise DeadlockError(
-            f"the trainer waits for update {self.buffer.updates_done + 1} with {len(self.buffer.ready_groups)} ready groups "
-            f"of {self.buffer.batch_groups}; rollout is blocked by {self.rollout.blocked}; versions loaded: "
+            f"the trainer waits for update {self.buffer.updates_done + 1} with {len(self.buffer.ready_groups)} ready "
+            f"groups of {self.buffer.batch_groups}; rollout is blocked by {self.rollout.blocked}; versions loaded: "
             f"{dict(self.publisher.loaded)}; groups not ready: {', '.join(waiting[:8]) or 'none'}"
         )
 

@@ -1,6 +1,7 @@
 """The life of one task: environment steps and engine turns, until one of them ends it.
 
-Keeps I8: context grows only by appended ids, those sampled and those rendered from what is new. Knows nothing of groups,
+Keeps I8: context grows only by appended ids, those sampled and those rendered from what is new. Knows nothing of
+groups,
 schedules or journals: it plays, and answers with a trajectory or raises the typed fault.
 """
 

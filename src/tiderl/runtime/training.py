@@ -7,12 +7,13 @@ batch alone, not on the order of arrival). Knows no tensors: log-probs pass thro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
-from tiderl.data.errors import InvariantViolation
+from tiderl.data.errors import InvariantViolation, RankLost
 from tiderl.data.events import (
     BackwardDone,
     Event,
@@ -29,8 +30,9 @@ from tiderl.data.records import MicroBatch, UpdateStats
 from tiderl.data.records import Sequence as TrainSequence
 from tiderl.data.settings import RunSettings
 from tiderl.runtime.buffer import Buffer, Group
-from tiderl.runtime.ports import Cluster
-from tiderl.runtime.recovery import Journal
+from tiderl.runtime.journal import Journal
+from tiderl.runtime.ports import Ports
+from tiderl.runtime.restore import TrainerRestorer
 from tiderl.runtime.wakeup import Wakeup
 from tiderl.schedule.pipeline import shape_micro_batches, split_parts
 from tiderl.schedule.signals import head_of_line_s, ready_microbatches
@@ -46,7 +48,8 @@ class Staleness:
 
 
 def batch_staleness(batch: Sequence[Group], update: int) -> Staleness:
-    """At update `update` (from 1): (update - 1) - oldest version of a token; `window`: updates since the group was ready."""
+    """At update `update` (from 1): (update - 1) - oldest version of a token; `window`: updates since the group was
+    ready."""
     trajectories = [t for group in batch for t in group.trajectories()]
     ages = np.concatenate([(update - 1) - t.versions[t.loss_mask] for t in trajectories])
     return Staleness(
@@ -80,22 +83,24 @@ class Training:
 
     def __init__(
         self,
-        cluster: Cluster,
+        ports: Ports,
         buffer: Buffer,
         journal: Journal,
         wakeup: Wakeup,
         emit: Callable[[Event], None],
         settings: RunSettings,
     ) -> None:
+        cluster = ports.cluster
         self.cluster, self.buffer, self.journal = cluster, buffer, journal
         self.wakeup, self.emit, self.settings = wakeup, emit, settings
         self.rank = cluster.actors[0].rank
         self.shared_replicas = [r for r, ranks in cluster.engine_ranks.items() if self.rank in ranks]
+        self.restorer = TrainerRestorer(ports, self._compute, wakeup, emit)
         self.waiting = False
         self.stopping = False
 
-    async def run(self, committed: Callable[[int], object]) -> None:
-        """All updates of the run, or until `stop`. `committed(update)` returns an awaitable: publishing and what follows."""
+    async def run(self, committed: Callable[[int, Sequence[Group]], Awaitable[None]]) -> None:
+        """All updates of the run, or until `stop`. `committed(update, batch)`: publishing, and what else follows."""
         while self.buffer.updates_done < self.settings.updates:
             since = _now()
             batch = await self._next_batch()
@@ -104,7 +109,7 @@ class Training:
             update = self.buffer.updates_done + 1
             self._emit_step(update, batch, _now() - since)
             await self.consume(update, batch)
-            await committed(update)  # type: ignore[misc]
+            await committed(update, batch)
 
     def stop(self) -> None:
         """Finish the update that is being made, start no other."""
@@ -125,7 +130,8 @@ class Training:
             self.waiting = False
 
     async def consume(self, update: int, batch: Sequence[Group]) -> None:
-        """One update: compute, one optimizer step per part, commit. Raises `InvariantViolation` before a stale token is trained."""
+        """One update: compute, one optimizer step per part, commit. Raises `InvariantViolation` before a stale token
+        is trained."""
         started = _now()
         staleness = batch_staleness(batch, update)
         if staleness.maximum > self.settings.max_staleness:
@@ -136,7 +142,7 @@ class Training:
         await self._take_rank()
         self._activity("training")
         try:
-            stats = await self._compute(update, batch)
+            stats = await self.restorer.guarded(lambda: self._compute(update, batch))
         finally:
             await self._give_rank_back()
         await self.journal.commit(update, batch)
@@ -180,13 +186,15 @@ class Training:
     async def _take_rank(self) -> None:
         """A rank that also holds an engine stops generating while it trains (I5)."""
         for replica in self.shared_replicas:
-            await self.cluster.engines[replica].pause("keep")
+            with suppress(RankLost):  # then it holds nothing that could generate
+                await self.cluster.engines[replica].pause("keep")
         if self.shared_replicas:
             self.emit(RoleChanged(t_s=_now(), rank=self.rank, from_role="rollout", to_role="actor"))
 
     async def _give_rank_back(self) -> None:
         for replica in self.shared_replicas:
-            await self.cluster.engines[replica].resume()
+            with suppress(RankLost):
+                await self.cluster.engines[replica].resume()
         if self.shared_replicas:
             self.emit(RoleChanged(t_s=_now(), rank=self.rank, from_role="actor", to_role="rollout"))
 

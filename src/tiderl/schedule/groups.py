@@ -8,7 +8,8 @@ from typing import Literal
 MAX_RETRIES = 1
 """An environment fault is tried once more under the same trajectory id: most are transient, a second one is not."""
 MAX_REFILLS = 3
-"""New trajectories for failed members of one group; a prompt whose environment keeps failing is given up after these."""
+"""New trajectories for failed members of one group; a prompt whose environment keeps failing is given up after
+these."""
 
 FailureKind = Literal["environment", "verifier", "infrastructure"]
 

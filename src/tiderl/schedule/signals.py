@@ -34,7 +34,8 @@ class ReadinessSignals:
         self.last_ready_s = now_s
 
     def time_per_ready_microbatch_s(self, now_s: float) -> float | None:
-        """TPRM: the smoothed interval, or the time since the last arrival where that is longer; None before two arrivals."""
+        """TPRM: the smoothed interval, or the time since the last arrival where that is longer; None before two
+        arrivals."""
         if self.interval_s is None or self.last_ready_s is None:
             return None
         return max(self.interval_s, now_s - self.last_ready_s)

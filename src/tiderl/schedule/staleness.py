@@ -72,7 +72,8 @@ def choose_whole_batch(groups: Sequence[GroupView], batch_groups: int) -> tuple[
 
 
 def hall_violation(groups: Sequence[GroupView], updates_done: int, batch_groups: int, max_staleness: int) -> int | None:
-    """The first update index by which more groups fall due than can be consumed, or None. Always None by the rules above."""
+    """The first update index by which more groups fall due than can be consumed, or None. Always None by the rules
+    above."""
     for horizon in range(updates_done - 1, updates_done + max_staleness + 1):
         if sum(g.deadline <= horizon for g in groups) > (horizon - updates_done + 1) * batch_groups:
             return horizon

@@ -1,6 +1,7 @@
 """A schedule as a value: one frozen composition of the parts, and the registry of the published ones.
 
-A strategy is data, never code: if one needed runtime code of its own, the parts would be cut wrongly (architecture §11).
+A strategy is data, never code: if one needed runtime code of its own, the parts would be cut wrongly (architecture
+§11).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Strategy:
     """Fixed staleness bound in updates; None leaves `schedule.max_staleness` to the user."""
     consumption: Consumption
     at_new_version: AtNewVersion
-    """`barrier`: a replica loads new weights only when it runs nothing. `interrupt`: at once, turns in flight recompute."""
+    """`barrier`: a replica loads new weights only when it runs nothing. `interrupt`: at once, turns in flight
+    recompute."""
     all_ranks_generate: bool
     """Every rank holds an engine and one of them also trains, with rollout waiting; else the last ranks only train."""
     kv_policy: str

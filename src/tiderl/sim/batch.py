@@ -27,7 +27,9 @@ class Finished:
 class Batch:
     """The state of one engine between iterations."""
 
-    def __init__(self, cost: CostModel, *, kv_budget_tokens: int, max_batch: int, prefill_tokens_per_step: int) -> None:
+    def __init__(
+        self, cost: CostModel, *, kv_budget_tokens: int, max_batch: int, prefill_tokens_per_step: int
+    ) -> None:
         self.cost = cost
         self.kv = KvBook(kv_budget_tokens)
         self.max_batch = max_batch
@@ -37,9 +39,13 @@ class Batch:
         self._waiting: list[tuple[float, int, Request]] = []  # heap: priority first, then arrival
         self._prefilling: dict[int, Request] = {}  # in order of admission
         self._decoding: dict[int, Request] = {}
-        self._finishes: list[tuple[int, int]] = []  # heap of (iteration count, number); stale entries are skipped
+        self._finishes: list[
+            tuple[int, int]
+        ] = []  # heap of (iteration count, number); stale entries are skipped
         self._context_tokens = 0  # attended by the decoding sequences in the next iteration
-        self._parts: list[tuple[Request, int]] = []  # tokens prefilled in each iteration of the present segment
+        self._parts: list[
+            tuple[Request, int]
+        ] = []  # tokens prefilled in each iteration of the present segment
 
     @property
     def running(self) -> int:
@@ -63,9 +69,6 @@ class Batch:
         """KV positions computed: of waiting tasks and of running turns, after the last whole segment."""
         prefilling = sum(request.kv_tokens for request in self._prefilling.values())
         return self.kv.held_tokens + prefilling + self._context_tokens - len(self._decoding)
-
-    def runs(self, request: Request) -> bool:
-        return request.number in self._prefilling or request.number in self._decoding
 
     def add(self, request: Request) -> None:
         heapq.heappush(self._waiting, (-request.turn.priority, request.number, request))
@@ -143,6 +146,7 @@ class Batch:
     def end(self, request: Request, reason: FinishReason) -> Finished:
         """Take a request out, wherever it is, and free its reservation. Aborts end here too."""
         request.catch_up(self.iterations)
+        request.over = True
         if request.admitted_s < 0:
             self._waiting = [entry for entry in self._waiting if entry[2] is not request]
             heapq.heapify(self._waiting)
@@ -173,7 +177,11 @@ class Batch:
 
     def everyone(self) -> list[Request]:
         """All requests, running and waiting, in order of arrival."""
-        requests = [*self._prefilling.values(), *self._decoding.values(), *(entry[2] for entry in self._waiting)]
+        requests = [
+            *self._prefilling.values(),
+            *self._decoding.values(),
+            *(entry[2] for entry in self._waiting),
+        ]
         return sorted(requests, key=lambda request: request.number)
 
     def _first_token(self, request: Request, now_s: float) -> bool:

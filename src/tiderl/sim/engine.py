@@ -247,13 +247,15 @@ class SimEngine:
     def _end_segment(self) -> None:
         segment = self._segment
         if segment is None:
-            raise InvariantViolation("an engine's timer fired without a segment", where=f"replica {self.replica}")
+            raise InvariantViolation(
+                "an engine's timer fired without a segment", where=f"replica {self.replica}"
+            )
         self._segment = self._timer = None
         for finished in self._batch.run(segment.iterations, _now()):
             self._deliver(finished)
         ending, self._ending = self._ending, []
         for request in ending:
-            if self._batch.runs(request):
+            if not request.over:
                 self._deliver(self._batch.end(request, "aborted"))
         self._wake_halt_waiters()
         self._plan_soon()
@@ -261,9 +263,8 @@ class SimEngine:
     def _abort(self, request: Request) -> None:
         if self._pending.get(request.task) is not request:
             return
-        if request.admitted_s >= 0:
-            self._interrupt()
-        if request.admitted_s >= 0 and self._segment is not None:
+        self._interrupt()
+        if self._segment is not None:
             del self._pending[request.task]
             self._ending.append(request)
         else:

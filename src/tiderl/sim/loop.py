@@ -17,7 +17,7 @@ from contextvars import Context
 from typing import Any, NoReturn, TypeVar
 
 from tiderl.data.errors import DeadlockError, InvariantViolation
-from tiderl.sim.waiting import describe_waits
+from tiderl.sim.waiting import describe_waits, tasks_by_birth
 
 T = TypeVar("T")
 
@@ -108,7 +108,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
             return
         next_s = self._scheduled[0].when() if timeout is not None else math.inf
         if math.isinf(next_s):
-            raise DeadlockError(f"nothing can happen any more at {self._now_s:.6g} s; " + describe_waits(self))
+            raise DeadlockError(
+                f"nothing can happen any more at {self._now_s:.6g} s; " + describe_waits(self)
+            )
         self._passes = 0
         self._now_s = next_s
         self._clock_resolution = math.ulp(next_s)
@@ -150,7 +152,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """No other thread may wake the loop, so there is nothing to write."""
 
 
-def run_virtual(main: Callable[[], Coroutine[Any, Any, T]], *, passes_per_instant: int = PASSES_PER_INSTANT) -> T:
+def run_virtual(
+    main: Callable[[], Coroutine[Any, Any, T]], *, passes_per_instant: int = PASSES_PER_INSTANT
+) -> T:
     """Run `main()` on a new virtual clock and return its result; its exceptions come through.
 
     Raises `DeadlockError` when nothing is runnable and no timer is set, or when no time passes any more. Whatever
@@ -172,7 +176,7 @@ def run_virtual(main: Callable[[], Coroutine[Any, Any, T]], *, passes_per_instan
 
 def _cancel_all(loop: VirtualLoop) -> None:
     """Cancel what is alive, in order of birth. A task that waits again for what never comes is given up."""
-    tasks = sorted(asyncio.all_tasks(loop), key=_birth)
+    tasks = tasks_by_birth(loop)
     for task in tasks:
         task.cancel()
     if tasks:
@@ -183,10 +187,5 @@ def _cancel_all(loop: VirtualLoop) -> None:
         try:
             loop.run_until_complete(gather())
         except DeadlockError:
-            for task in asyncio.all_tasks(loop):
+            for task in tasks_by_birth(loop):
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
-
-
-def _birth(task: asyncio.Task[Any]) -> int:
-    assert isinstance(task, SimTask)
-    return task.number

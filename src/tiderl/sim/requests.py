@@ -38,6 +38,7 @@ class Request:
         "first_token_s",
         "future",
         "number",
+        "over",
         "prefill_left",
         "released",
         "sampled",
@@ -57,12 +58,16 @@ class Request:
         future: asyncio.Future[TurnResult],
     ) -> None:
         self.turn, self.number, self.future = turn, number, future
-        self.target, self.finish_reason = target, finish_reason  # tokens it samples if nobody interferes, and why it ends
+        self.target, self.finish_reason = (
+            target,
+            finish_reason,
+        )  # tokens it samples if nobody interferes, and why it ends
         self.arrived_s = arrived_s
         self.admitted_s = self.first_token_s = -1.0
         self.cached_tokens = 0
         self.prefill_left = 0  # tokens of context still to compute
         self.decoding = False
+        self.over = False  # it left the batch
         self.released = False  # its task is over: keep nothing of it
         self.sampled = 0
         self.settled_at = 0  # the engine's iteration count when `sampled` was right
@@ -108,7 +113,8 @@ class Request:
         count = self.sampled
         if len(self.spans) > 1:
             versions = np.repeat(
-                np.array([made_by for made_by, _ in self.spans], np.int32), [tokens for _, tokens in self.spans]
+                np.array([made_by for made_by, _ in self.spans], np.int32),
+                [tokens for _, tokens in self.spans],
             )
         else:
             versions = _versions(version if not self.spans else self.spans[0][0])[:count]

@@ -10,17 +10,22 @@ from typing import Any
 MAX_KINDS = 6  # kinds of waits named; the rest is counted
 
 
+def tasks_by_birth(loop: asyncio.AbstractEventLoop) -> list[asyncio.Task[Any]]:
+    """The living tasks of a virtual loop, the oldest first: asyncio itself only has a set of them."""
+    return sorted(asyncio.all_tasks(loop), key=lambda task: getattr(task, "number", -1))
+
+
 def describe_waits(loop: asyncio.AbstractEventLoop) -> str:
     """The unfinished tasks of `loop`, those that wait in the same place counted together.
 
     `task 'rollout' waits in run > SimEngine.generate:121 for a result; 3 tasks like 'task-7' wait in … for task 'trainer'`.
     """
-    tasks = [task for task in asyncio.all_tasks(loop) if not task.done()]
+    tasks = [task for task in tasks_by_birth(loop) if not task.done()]
     if not tasks:
         return "no task is alive"
     places: Counter[str] = Counter()
     first: dict[str, str] = {}
-    for task in sorted(tasks, key=hash):
+    for task in tasks:
         place = f"{_place(task)} for {_awaited(task)}"
         places[place] += 1
         first.setdefault(place, task.get_name())

@@ -37,6 +37,10 @@ class RunDirectory:
         return self.root / "events"
 
     @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 
@@ -80,7 +84,8 @@ def find(run: str | Path, runs: Path = RUNS) -> RunDirectory:
 
 
 def create(directory: RunDirectory, *, overwrite: bool) -> None:
-    """Makes the folder. Raises `ConfigurationError` for one that exists (and is not to be overwritten, or is no run)."""
+    """Makes the folder. Raises `ConfigurationError` for one that exists (and is not to be overwritten, or is no
+    run)."""
     root = directory.root
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         if not directory.is_run:
@@ -93,7 +98,7 @@ def create(directory: RunDirectory, *, overwrite: bool) -> None:
             )
         shutil.rmtree(root)
     try:
-        for folder in (root, directory.blobs, directory.events, directory.logs):
+        for folder in (root, directory.blobs, directory.checkpoints, directory.events, directory.logs):
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"cannot make the run directory: {error.strerror}", where=str(root)) from error

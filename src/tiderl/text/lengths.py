@@ -1,7 +1,7 @@
 """The `lengths` renderer of virtual time: ids that take no memory, because only their number matters.
 
-Every array has stride zero over one zero, so a simulated trajectory of 100,000 tokens costs a few bytes. Must not know
-what the tokens would have been.
+Every array has stride zero over one zero, so a simulated trajectory of 100,000 tokens costs a few bytes. Must
+not know what the tokens would have been.
 """
 
 from __future__ import annotations

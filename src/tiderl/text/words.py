@@ -1,7 +1,7 @@
 """The `words` renderer: a scratch vocabulary, one id for each word of an environment.
 
-Only what is new is rendered, history is never touched (I8): observation words, then `<act>`, where the policy speaks;
-it ends what it says with `<end>`. Must not know environments or models.
+Only what is new is rendered, history is never touched (I8): observation words, then `<act>`, where the policy
+speaks; it ends what it says with `<end>`. Must not know environments or models.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PAD, END, ACT, UNKNOWN = SPECIALS = ("<pad>", "<end>", "<act>", "<unk>")
 class WordsRenderer:
     """Text split on white space, in lower case; a word outside the vocabulary becomes `<unk>` and is counted.
 
-    `words` are all tokens in id order, the specials first: what a saved tokenizer needs, and what makes the same
-    renderer again.
+    `words` are all tokens in id order, the specials first: what a saved tokenizer needs, and what makes the
+    same renderer again.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -42,8 +42,8 @@ class WordsRenderer:
 
     @classmethod
     def from_vocabulary(cls, vocabulary: Iterable[str]) -> WordsRenderer:
-        """The renderer for an environment's words, in the order of the alphabet. Raises `ConfigurationError` for an empty
-        vocabulary and for an entry that is not one word."""
+        """The renderer for an environment's words, in the order of the alphabet. Raises `ConfigurationError`
+        for an empty vocabulary and for an entry that is not one word."""
         words = sorted({word.lower() for word in vocabulary})
         for word in words:
             if word in SPECIALS or word.split() != [word]:
@@ -57,7 +57,8 @@ class WordsRenderer:
         return cls((*SPECIALS, *words))
 
     def begin(self, observation: Observation, tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        """int32 [n]: the observation's words and `<act>`. Raises `ConfigurationError` for tools and for images."""
+        """int32 [n]: the observation's words and `<act>`. Raises `ConfigurationError` for tools and for
+        images."""
         if tools:
             raise ConfigurationError(
                 "the words tokenizer has no way to say tools",
@@ -83,8 +84,8 @@ class WordsRenderer:
         return np.array([*self._encode(text), self.stop_ids[0]], np.int32)
 
     def parse(self, ids: np.ndarray) -> Action:
-        """The words before the first `<end>`, or all where the turn was cut. Nothing said, or a special among the words,
-        is malformed."""
+        """The words before the first `<end>`, or all where the turn was cut. Nothing said, or a special among
+        the words, is malformed."""
         said: list[int] = []
         for number in ids.tolist():
             if number in self.stop_ids:

@@ -1,7 +1,7 @@
 """A trainer's state in a folder: weights, optimizer, reference, counters; restored, it continues bit for bit.
 
-Tensors are safetensors, counters JSON, never pickle; the folder appears whole or not at all. The trainer draws no random
-number after its warm-up (models run without dropout, and every stream is named), so no generator state is kept.
+Tensors are safetensors, counters JSON, never pickle; the folder appears whole or not at all. The trainer draws no
+random number after its warm-up (models run without dropout, and every stream is named): no generator state is kept.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def save_checkpoint(
         (folder / STATE).write_text(json.dumps(state))
 
 
-def load_checkpoint(
-    directory: str, *, model: Any, reference: Any | None, optimizer: torch.optim.Optimizer
-) -> int:
+def load_checkpoint(directory: str, *, model: Any, reference: Any | None, optimizer: torch.optim.Optimizer) -> int:
     """Load into the given objects and return the number of optimizer steps. `reference` None: none is wanted.
 
     Everything is read and compared before anything is changed. Raises `CheckpointError` for a folder that is missing,

@@ -1,9 +1,9 @@
 """The torch trainer: reference, actor and update of one rank, as `TrainerCore`.
 
-Keeps I7: a micro-batch adds the *sum* of its token losses to the gradient, and `finish` divides once by the loss-bearing
-tokens of the whole optimizer step. So every sampled token weighs the same (the token mean over the step, as in DAPO,
-arXiv 2503.14476), whatever the micro-batches, their order and the other sequences in them. The metrics are defined in
-`metrics.py`. Knows nothing of schedules, engines or the journal.
+Keeps I7: a micro-batch adds the *sum* of its token losses to the gradient, and `finish` divides once by the
+loss-bearing tokens of the whole optimizer step. So every sampled token weighs the same (the token mean over the step, as
+in DAPO, arXiv 2503.14476), whatever the micro-batches, their order and the other sequences in them. The metrics are
+defined in `metrics.py`. Knows nothing of schedules, engines or the journal.
 
 With `steps_per_batch` 1 the proximal policy of decoupled PPO is this step's own forward, detached; with more, it is the
 policy before the update, from `forward(mb, proximal=True)`, which costs nothing where the loss needs none.
@@ -25,13 +25,13 @@ from tiderl.data.errors import ConfigurationError, InvariantViolation, Numerical
 from tiderl.data.records import MicroBatch, UpdateStats, WeightHandle
 from tiderl.data.records import Sequence as TrainSequence
 from tiderl.data.settings import TrainerSettings
-from tiderl.trainers import losses
 from tiderl.trainers.advantages import sequence_advantage
 from tiderl.trainers.checkpoint import load_checkpoint, save_checkpoint
 from tiderl.trainers.export import WeightExports
 from tiderl.trainers.metrics import MetricSums
 from tiderl.trainers.model import build_model, compute_dtype, named_weights
-from tiderl.trainers.optimizer import lr_at, make_optimizer
+from tiderl.trainers.objective import token_terms
+from tiderl.trainers.optimizer import clipped_mean_gradient, lr_at, make_optimizer
 from tiderl.trainers.packing import Packed, loss_values, pack
 from tiderl.trainers.saving import save_model_folder
 from tiderl.trainers.scoring import score
@@ -64,11 +64,11 @@ class TorchTrainer:
     """One rank's trainer. Calls come one at a time; nothing waits. Make it with `torch_trainer.build`."""
 
     def __init__(self, settings: TrainerSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._dtype = compute_dtype(settings.model)
         self.model = build_model(settings.model, settings.seed)
         self._device = next(self.model.parameters()).device
-        self._reference: Any | None = None
+        self.reference: Any | None = None
         self._optimizer = make_optimizer(self.model, settings.lr, settings.weight_decay)
         self._optimizer_steps = 0
         self._open: _OpenUpdate | None = None
@@ -79,35 +79,37 @@ class TorchTrainer:
     # ---- start
 
     def warm_up(self, demos: Sequence[TrainSequence], updates: int, lr: float) -> dict[str, float]:
-        """See `warmup.warm_up`. Afterwards the reference is this model (kept only where `kl_coef` > 0), and the optimizer
-        is new."""
+        """See `warmup.warm_up`. Afterwards the reference is this model (kept only where `kl_coef` > 0) and the
+        optimizer is new."""
         result = warm_up(
             self.model,
             demos,
             updates=updates,
             lr=lr,
-            seed=self._settings.seed,
-            temperature=self._settings.temperature,
-            pad_id=self._settings.model.pad_id,
-            max_chunk_tokens=self._settings.micro_batch_tokens,
-            max_grad_norm=self._settings.max_grad_norm,
+            seed=self.settings.seed,
+            temperature=self.settings.temperature,
+            pad_id=self.settings.model.pad_id,
+            max_chunk_tokens=self.settings.micro_batch_tokens,
+            max_grad_norm=self.settings.max_grad_norm,
             compute_dtype=self._dtype,
         )
-        self._reference = self._frozen_copy() if self._uses_reference else None
-        self._optimizer = make_optimizer(self.model, self._settings.lr, self._settings.weight_decay)
+        self.reference = self._frozen_copy() if self._uses_reference else None
+        self._optimizer = make_optimizer(self.model, self.settings.lr, self.settings.weight_decay)
         self._optimizer_steps = 0
         return result
 
     # ---- reference
 
     def reference_logprobs(self, mb: MicroBatch) -> np.ndarray:
-        """float32 [mb.tokens], in sequence order; 0 where the loss mask is False. Raises `InvariantViolation` where there
-        is no reference: `kl_coef` is 0, or neither `warm_up` nor `restore` came before."""
-        if self._reference is None:
+        """float32 [mb.tokens], in sequence order; 0 where the loss mask is False.
+
+        Raises `InvariantViolation` where there is no reference: `kl_coef` is 0, or neither `warm_up` nor `restore` came.
+        """
+        if self.reference is None:
             raise InvariantViolation("there is no reference model", where="trainer")
         packed = self._pack(mb)
         with torch.no_grad():
-            logprobs, _ = score(self._reference, packed, self._settings.temperature, self._dtype)
+            logprobs, _ = score(self.reference, packed, self.settings.temperature, self._dtype)
         flat = np.zeros(mb.tokens, np.float32)
         flat[packed.positions] = logprobs.cpu().numpy()
         return flat
@@ -115,25 +117,29 @@ class TorchTrainer:
     # ---- actor
 
     def forward(self, mb: MicroBatch, *, proximal: bool = False) -> None:
-        """Log-probs of the loss-bearing tokens, kept for `backward` by (update, part, index). `proximal`: without gradient,
-        kept as the proximal policy for that micro-batch's part of the update, before or after `begin`."""
+        """Log-probs of the loss-bearing tokens, kept for `backward` by (update, part, index).
+
+        `proximal`: without gradient, kept as the proximal policy for the same micro-batch's backward; also before `begin`.
+        """
         if proximal:
             if self._needs_proximal:
                 with torch.no_grad():
-                    logprobs, _ = score(self.model, self._pack(mb), self._settings.temperature, self._dtype)
+                    logprobs, _ = score(self.model, self._pack(mb), self.settings.temperature, self._dtype)
                 self._proximal[_key(mb)] = logprobs
             return
         step = self._opened(mb)
         started_s = time.perf_counter()
         packed = self._pack(mb)
-        current, entropy = score(self.model, packed, self._settings.temperature, self._dtype)
+        current, entropy = score(self.model, packed, self.settings.temperature, self._dtype)
         step.forwarded[_key(mb)] = _Forwarded(packed, current, entropy)
         step.seconds += time.perf_counter() - started_s
 
     def backward(self, mb: MicroBatch, ref_logprobs: np.ndarray | None) -> None:
-        """Add the micro-batch's summed token losses to the gradient and free its graph. `ref_logprobs`: what
-        `reference_logprobs` gave; None only where `kl_coef` is 0. Raises `InvariantViolation` for a micro-batch that was
-        not forwarded, that lacks its proximal or reference log-probs, or whose rewards break I9."""
+        """Add the micro-batch's summed token losses to the gradient and free its graph.
+
+        `ref_logprobs`: what `reference_logprobs` gave; None only where `kl_coef` is 0. Raises `InvariantViolation` for a
+        micro-batch that was not forwarded, lacks its proximal or reference log-probs, or whose rewards break I9.
+        """
         step = self._opened(mb)
         started_s = time.perf_counter()
         forwarded = step.forwarded.pop(_key(mb), None)
@@ -141,29 +147,23 @@ class TorchTrainer:
             raise InvariantViolation("backward without a forward", where=_name(mb))
         packed, current = forwarded.packed, forwarded.current
         behaviour = self._tensor(loss_values(mb.sequences, "logprobs", np.float32))
-        advantages = self._advantages(mb, packed)
-        policy = self._policy_terms(mb, current, behaviour, advantages)
-        kl = self._kl(mb, packed, current, ref_logprobs)
-        loss = policy.loss + self._settings.kl_coef * kl
-        per_token = {
-            "loss": loss,
-            "policy_loss": policy.loss,
-            "kl_ref": kl,
-            "entropy": forwarded.entropy,
-            "ratio_mean": policy.ratio,
-            "clip_fraction": policy.clipped,
-            "importance_weight_mean": policy.weight,
-            "importance_weight_capped_fraction": policy.capped,
-            "advantage_abs_mean": advantages.abs(),
-        }
-        step.sums.add(mb, packed, per_token)
+        terms = token_terms(
+            self.settings,
+            current=current,
+            behaviour=behaviour,
+            advantages=self._advantages(mb, packed),
+            entropy=forwarded.entropy,
+            proximal=self._kept_proximal(mb),
+            reference=self._kept_reference(mb, packed, ref_logprobs),
+        )
+        step.sums.add(mb, packed, terms)
         if not step.sums.is_finite() and step.first_fault is None:
             step.first_fault = _key(mb)
         if mb.part == 0:
             at_this_version = loss_values(mb.sequences, "versions", np.int64) == mb.update - 1
             step.sums.add_gap((behaviour - current.detach()).abs().cpu().numpy()[at_this_version])
         if packed.loss_tokens:
-            loss.sum().backward()
+            terms["loss"].sum().backward()
         step.seconds += time.perf_counter() - started_s
 
     # ---- update
@@ -181,9 +181,12 @@ class TorchTrainer:
         self._proximal = {key: kept for key, kept in self._proximal.items() if key[0] == update}
 
     def finish(self) -> UpdateStats:
-        """One division by the loss-bearing tokens (I7), clip, optimizer step; closes the step. `seconds` is the time spent
-        computing since `begin`. Raises `NumericalFault` for a loss or gradient that is not finite: no weight changes then.
-        Raises `InvariantViolation` where micro-batches wait for their backward, or none bore loss."""
+        """One division by the loss-bearing tokens (I7), clip, optimizer step; closes the step.
+
+        `seconds` is the time spent computing since `begin`. Raises `NumericalFault` for a loss or gradient that is not
+        finite: no weight changes then. Raises `InvariantViolation` where micro-batches wait for their backward, or none
+        bore loss.
+        """
         step = self._open
         if step is None:
             raise InvariantViolation("finish without begin", where="trainer")
@@ -192,9 +195,9 @@ class TorchTrainer:
             raise InvariantViolation(f"an update cannot finish: {what}", where=f"update {step.update}")
         started_s = time.perf_counter()
         self._open = None
-        lr = lr_at(self._optimizer_steps, self._settings.lr)
+        lr = lr_at(self._optimizer_steps, self.settings.lr)
         try:
-            grad_norm = self._clipped_mean_gradient(step.sums.loss_tokens)
+            grad_norm = clipped_mean_gradient(self.model, step.sums.loss_tokens, self.settings.max_grad_norm)
             if step.first_fault is not None or not np.isfinite(grad_norm):
                 raise _numerical_fault(step, grad_norm)
             self._optimizer.param_groups[0]["lr"] = lr
@@ -222,7 +225,7 @@ class TorchTrainer:
         save_checkpoint(
             directory,
             model=self.model,
-            reference=self._reference,
+            reference=self.reference,
             optimizer=self._optimizer,
             optimizer_steps=self._optimizer_steps,
         )
@@ -232,15 +235,15 @@ class TorchTrainer:
         self._open = None
         self._proximal = {}
         self._optimizer.zero_grad(set_to_none=True)
-        reference = (self._reference or self._frozen_copy()) if self._uses_reference else None
+        reference = (self.reference or self._frozen_copy()) if self._uses_reference else None
         self._optimizer_steps = load_checkpoint(
             directory, model=self.model, reference=reference, optimizer=self._optimizer
         )
-        self._reference = reference
+        self.reference = reference
 
     def save_model(self, directory: str) -> None:
         """A Hugging Face folder, see `saving.py`."""
-        save_model_folder(self.model, self._settings.model, self._settings.temperature, self._dtype, directory)
+        save_model_folder(self.model, self.settings.model, self.settings.temperature, self._dtype, directory)
 
     def close(self) -> None:
         """Remove the exported versions, where their folder is our own. Idempotent."""
@@ -252,11 +255,11 @@ class TorchTrainer:
 
     @property
     def _uses_reference(self) -> bool:
-        return self._settings.kl_coef > 0
+        return self.settings.kl_coef > 0
 
     @property
     def _needs_proximal(self) -> bool:
-        return self._settings.loss == "decoupled_ppo" and self._settings.steps_per_batch > 1
+        return self.settings.loss == "decoupled_ppo" and self.settings.steps_per_batch > 1
 
     def _opened(self, mb: MicroBatch) -> _OpenUpdate:
         if self._open is None or self._open.update != mb.update:
@@ -264,7 +267,7 @@ class TorchTrainer:
         return self._open
 
     def _pack(self, mb: MicroBatch) -> Packed:
-        return pack(mb.sequences, self._settings.model.pad_id, self._settings.micro_batch_tokens)
+        return pack(mb.sequences, self.settings.model.pad_id, self.settings.micro_batch_tokens)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -273,43 +276,23 @@ class TorchTrainer:
         return copy.deepcopy(self.model).requires_grad_(False)
 
     def _advantages(self, mb: MicroBatch, packed: Packed) -> Tensor:
-        by_sequence = [sequence_advantage(self._settings.advantage, sequence) for sequence in mb.sequences]
+        by_sequence = [sequence_advantage(self.settings.advantage, sequence) for sequence in mb.sequences]
         return self._tensor(np.repeat(np.array(by_sequence, np.float32), packed.lengths))
 
-    def _policy_terms(
-        self, mb: MicroBatch, current: Tensor, behaviour: Tensor, advantages: Tensor
-    ) -> losses.PolicyTerms:
-        chosen = self._settings
-        if chosen.loss == "grpo":
-            return losses.grpo(current, behaviour, advantages, chosen.clip_low, chosen.clip_high)
-        proximal = current.detach()
-        if self._needs_proximal:
-            if _key(mb) not in self._proximal:
-                raise InvariantViolation("no proximal forward came before", where=_name(mb))
-            proximal = self._proximal[_key(mb)]
-        return losses.decoupled_ppo(
-            current,
-            proximal,
-            behaviour,
-            advantages,
-            chosen.clip_low,
-            chosen.clip_high,
-            chosen.importance_weight_cap,
-        )
+    def _kept_proximal(self, mb: MicroBatch) -> Tensor | None:
+        if not self._needs_proximal:
+            return None
+        if _key(mb) not in self._proximal:
+            raise InvariantViolation("no proximal forward came before", where=_name(mb))
+        return self._proximal[_key(mb)]
 
-    def _kl(self, mb: MicroBatch, packed: Packed, current: Tensor, ref_logprobs: np.ndarray | None) -> Tensor:
+    def _kept_reference(self, mb: MicroBatch, packed: Packed, ref_logprobs: np.ndarray | None) -> Tensor | None:
         if not self._uses_reference:
-            return torch.zeros_like(current)
+            return None
         if ref_logprobs is None or len(ref_logprobs) != mb.tokens:
             given = "none" if ref_logprobs is None else str(len(ref_logprobs))
             raise InvariantViolation(f"{mb.tokens} reference log-probs are needed, given: {given}", where=_name(mb))
-        return losses.kl_k3(current, self._tensor(np.asarray(ref_logprobs, np.float32)[packed.positions]))
-
-    def _clipped_mean_gradient(self, loss_tokens: int) -> float:
-        """Divide the summed gradient, clip it, and return its norm before clipping."""
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        torch._foreach_div_([parameter.grad for parameter in parameters], float(loss_tokens))
-        return float(torch.nn.utils.clip_grad_norm_(parameters, self._settings.max_grad_norm))
+        return self._tensor(np.asarray(ref_logprobs, np.float32)[packed.positions])
 
 
 def _key(mb: MicroBatch) -> Key:

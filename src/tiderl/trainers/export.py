@@ -1,7 +1,8 @@
 """Published versions as files: what `export` writes on the trainer's rank and `load_weights` reads on a rollout rank.
 
-Keeps I2 on its side: a file's name holds its version, and a file appears whole, by rename. A folder of our own is locked
-while its process lives, so that a later one can tell, and remove, what a killed process left. Knows nothing of models.
+Keeps I2 on its side: a file's name holds its version, and a file appears whole, by rename. A folder of our own is
+locked while its process lives, so that a later one can tell, and remove, what a killed process left. Knows nothing of
+models.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def _roomy_parent(weight_bytes: int) -> Path:
-    if SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
-        if shutil.disk_usage(SHARED_MEMORY).free > VERSIONS_ALIVE * weight_bytes:
-            return SHARED_MEMORY
+    usable = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)
+    if usable and shutil.disk_usage(SHARED_MEMORY).free > VERSIONS_ALIVE * weight_bytes:
+        return SHARED_MEMORY
     return Path(tempfile.gettempdir())

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from safetensors import SafetensorError
+
 from tiderl.data.errors import CheckpointError
 
 
@@ -33,7 +35,7 @@ def whole_folder(directory: str) -> Iterator[Path]:
             target.rename(replaced)
         partial.rename(target)
         _flush(target.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write: {error}", where=directory) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,8 +1,8 @@
 """The losses, each a short pure function over one value per loss-bearing token. [K] float32 tensors throughout.
 
 Nothing here sums, averages or masks: padding and prompt tokens never arrive, and the division is the update's (I7).
-Words: *behaviour* is the policy that sampled, at its token's version; *proximal* the trainer's policy before this update;
-*current* the one being trained; *reference* the start model. Knows nothing of models, batches or optimizers.
+Words: *behaviour* is the policy that sampled, at its token's version; *proximal* the trainer's policy before this
+update; *current* the one being trained; *reference* the start model. Knows nothing of models, batches or optimizers.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def decoupled_ppo(
     """Decoupled PPO for stale tokens (AReaL, arXiv 2505.24298), its importance weight truncated per token.
 
     `loss = -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(current - proximal)` and
-    `w = min(exp(proximal - behaviour), weight_cap)`, a constant. Where proximal is `current` itself, detached, r is 1, the
-    clip does not act, and the gradient is that of truncated importance sampling: `-w A d(current)`.
+    `w = min(exp(proximal - behaviour), weight_cap)`, a constant. Where proximal is `current` itself, detached, r is 1,
+    the clip does not act, and the gradient is that of truncated importance sampling: `-w A d(current)`.
     """
     untruncated = _ratio(proximal, behaviour).detach()
     weight = untruncated.clamp(max=weight_cap)

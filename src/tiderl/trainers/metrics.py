@@ -14,12 +14,14 @@ Only loss-bearing tokens enter, never padding, and `mean` is over all of the ste
 | `importance_weight_capped_fraction` | fraction of tokens whose weight was cut at the cap; 0 under `grpo` |
 | `advantage_abs_mean` | mean absolute advantage |
 | `zero_advantage_groups_fraction` | fraction of the step's groups whose members all had the same reward |
-| `logprob_gap_mean`, `logprob_gap_max` | mean and largest absolute difference of behaviour and current log-probs, over the tokens made by exactly the weights of this forward: version = update - 1, first part of the update; 0 if there are none |
-| `logprob_gap_tokens` | how many tokens those are |
+| `logprob_gap_mean`, `logprob_gap_max` | absolute difference of behaviour and current log-probs at equal version (*) |
+| `logprob_gap_tokens` | how many tokens those are; with 0, the two above are 0 |
 | `grad_norm` | Euclidean norm of the mean gradient before clipping |
 | `lr` | learning rate of this step |
 | `loss_tokens`, `tokens` | loss-bearing, and all real tokens |
 | `padding_fraction` | share of padding in the tokens that the model computed |
+
+(*) Over tokens made by exactly the weights of this forward: those of version `update - 1`, in the first part of `update`.
 """
 
 from __future__ import annotations

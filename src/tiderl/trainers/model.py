@@ -1,7 +1,7 @@
 """The policy that is trained: a small model from scratch, or one from a Hugging Face folder.
 
-Weights are float32 whatever `dtype` says: that is the type of computation and of every exported version. Only models whose
-logits are `output_embeddings(base_model(ids))` and nothing more are accepted. Knows nothing of losses or updates.
+Weights are float32 whatever `dtype` says: that is the type of computation and of every exported version. Only models
+whose logits are `output_embeddings(base_model(ids))` and nothing more are accepted. Knows nothing of updates.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def _scratch_model(settings: ModelSettings, seed: int) -> Any:
 
 def _stored_model(settings: ModelSettings) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # a rank host has no terminal of its own
     try:
         config = AutoConfig.from_pretrained(settings.path)
         if config.model_type not in SUPPORTED_MODELS:
@@ -57,9 +59,7 @@ def _stored_model(settings: ModelSettings) -> Any:
                 where=f"model.path {settings.path}",
                 hint=f"use one of the types {', '.join(SUPPORTED_MODELS)}",
             )
-        model = AutoModelForCausalLM.from_pretrained(
-            settings.path, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        model = AutoModelForCausalLM.from_pretrained(settings.path, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"no model can be loaded: {str(error).splitlines()[0]}",

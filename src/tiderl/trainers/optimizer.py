@@ -1,6 +1,6 @@
-"""AdamW as both the warm-up and the updates use it.
+"""AdamW and gradients, as both the warm-up and the updates use them.
 
-Knows nothing of losses.
+The summed gradient becomes a mean here, in one division (I7). Knows nothing of losses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 BETAS = (0.9, 0.95)
 """A second moment over 20 steps rather than 1,000: an RL run may have few updates, and its gradients drift."""
 RISE_STEPS = 5
-"""The learning rate rises over the first steps: Adam's second moment knows little then, and its steps are full-sized."""
+"""The learning rate rises over the first steps: Adam's second moment knows little then, its steps are full-sized."""
 
 
 def make_optimizer(model: Any, lr: float, weight_decay: float) -> torch.optim.AdamW:
@@ -23,3 +23,10 @@ def make_optimizer(model: Any, lr: float, weight_decay: float) -> torch.optim.Ad
 def lr_at(step: int, lr: float) -> float:
     """The learning rate of optimizer step `step` (from 0)."""
     return lr * min(1.0, (step + 1) / RISE_STEPS)
+
+
+def clipped_mean_gradient(model: Any, loss_tokens: int, max_norm: float) -> float:
+    """Divide the summed gradients in place, clip them to `max_norm`, and return their Euclidean norm before the clip."""
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    torch._foreach_div_([parameter.grad for parameter in parameters], float(loss_tokens))
+    return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))

@@ -22,8 +22,8 @@ UNKNOWN_WORD, ACT_WORD = "<unk>", "<act>"
 def save_model_folder(
     model: Any, settings: ModelSettings, temperature: float, dtype: torch.dtype, directory: str
 ) -> None:
-    """Write the folder whole. Raises `CheckpointError` where the disk refuses, `ConfigurationError` where the model came
-    without a tokenizer."""
+    """Write the folder whole. Raises `CheckpointError` where the disk refuses, `ConfigurationError` where the model
+    came without a tokenizer."""
     from safetensors.torch import save_file
     from transformers import GenerationConfig
 
@@ -47,8 +47,8 @@ def save_model_folder(
 
 
 def build_tokenizer(settings: ModelSettings) -> Any:
-    """The tokenizer to save: made of `words`, else the one of the folder that the model came from. A scratch model without
-    words (there is no text then) has its ids as words."""
+    """The tokenizer to save: made of `words`, else the one of the folder that the model came from. A scratch model
+    without words (there is no text then) has its ids as words."""
     if settings.words or settings.path == "scratch":
         return _words_tokenizer(settings)
     from transformers import AutoTokenizer

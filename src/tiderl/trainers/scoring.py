@@ -19,11 +19,20 @@ LOGITS_PER_SLICE = 2**25
 """At most this many logits are alive at once (128 MiB in float32); beyond, slices are computed again in backward."""
 
 
-def score(model: Any, packed: Packed, temperature: float, compute_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Log-prob (with gradient, where enabled) and entropy (without) of each loss-bearing token, float32 [K], flat order."""
+def score(
+    model: Any,
+    packed: Packed,
+    temperature: float,
+    compute_dtype: torch.dtype,
+    logits_per_slice: int = LOGITS_PER_SLICE,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob (with gradient, where enabled) and entropy (without) of each loss-bearing token.
+
+    Both float32 [K], in flat order, on the model's device.
+    """
     device = next(model.parameters()).device
     head = model.get_output_embeddings()
-    slice_rows = max(1, LOGITS_PER_SLICE // head.weight.shape[0])
+    slice_rows = max(1, logits_per_slice // head.weight.shape[0])
     logprobs, entropies = [torch.zeros(0, device=device)], [torch.zeros(0, device=device)]
     for chunk in packed.chunks:
         hidden = _hidden_states(model, chunk, device, compute_dtype)

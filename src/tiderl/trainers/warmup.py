@@ -39,8 +39,11 @@ def warm_up(
     compute_dtype: torch.dtype,
 ) -> dict[str, float]:
     """`updates` steps of AdamW in place. Returns the mean cross-entropy in nats per token of the first and of the last
-    minibatch, each before its step; nothing for 0 updates. Raises `ConfigurationError` where nothing can be learned from
-    the demonstrations, `NumericalFault` where the loss is not finite."""
+    minibatch, each before its step; nothing for 0 updates.
+
+    Raises `ConfigurationError` where the demonstrations have nothing to learn from, `NumericalFault` where the loss is
+    not finite.
+    """
     if updates == 0:
         return {}
     if not any(demo.loss_mask.any() for demo in demos):
@@ -67,7 +70,7 @@ def warm_up(
 
 
 def _minibatches(demos: Sequence[TrainSequence], seed: int) -> Iterator[list[TrainSequence]]:
-    """Endless passes over the demonstrations that bear loss, each in a new order; a pass may end with a smaller batch."""
+    """Endless passes over the demonstrations that bear loss, each in a new order; its last batch may be smaller."""
     useful = [demo for demo in demos if demo.loss_mask.any()]
     draws = stream(seed, "warmup")
     while True:

@@ -1,0 +1,44 @@
+"""A run read back from its directory: figures, configuration, events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiderl.config.load import load_config
+from tiderl.config.schema import Config
+from tiderl.data.errors import CheckpointError
+from tiderl.data.events import Event
+from tiderl.store.recorder import read_events
+from tiderl.store.rundir import RunDirectory, find
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run directory, finished or not."""
+
+    directory: RunDirectory
+
+    @property
+    def config(self) -> Config:
+        return load_config(self.directory.config).config
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The result of the last driver. Raises `CheckpointError` while there is none."""
+        try:
+            values: dict[str, Any] = json.loads(self.directory.summary.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError("this run has no result yet", where=str(self.directory.root)) from error
+        return values
+
+    def events(self) -> Iterator[Event]:
+        yield from read_events(self.directory.events)
+
+
+def load_run(run: str | Path) -> RecordedRun:
+    """The run of this path, or of this name under `runs/`. Raises `ConfigurationError` when there is none."""
+    return RecordedRun(find(run))

@@ -1,0 +1,84 @@
+"""The result of a run: the same keys for `train` and `simulate`, None where one has no meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tiderl.config.check import NoEffect
+from tiderl.data.events import Event
+from tiderl.observe.metrics import RunMetrics
+from tiderl.runtime.ports import Recorder, Replay
+
+
+@dataclass(frozen=True)
+class Result:
+    """Figures by name; `observe.definitions` says what each means."""
+
+    values: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(self.values)
+
+
+class Fanout:
+    """One recorder that is many: each event goes to all, in this order."""
+
+    def __init__(self, recorders: Sequence[Recorder], metrics: RunMetrics, observers: Sequence[Any]) -> None:
+        self.recorders, self.metrics, self.observers = recorders, metrics, observers
+        self.events = 0
+
+    def emit(self, event: Event) -> None:
+        self.events += 1
+        for recorder in self.recorders:
+            recorder.emit(event)
+        self.metrics.observe(event)
+        for observer in self.observers:
+            observer.observe(event)
+
+
+def journal_counts(replay: Replay) -> dict[str, Any]:
+    """`issued`, `trained`, `dropped` by reason and `in_flight`, as the journal has them: the truth over crashes."""
+    dropped: dict[str, int] = {}
+    for row in replay.trajectories:
+        if row.status == "dropped":
+            dropped[str(row.reason)] = dropped.get(str(row.reason), 0) + 1
+    trained = sum(row.status == "trained" for row in replay.trajectories)
+    issued = len(replay.trajectories)
+    return {
+        "issued": issued,
+        "trained": trained,
+        "dropped": dict(sorted(dropped.items())),
+        "in_flight": issued - trained - sum(dropped.values()),
+    }
+
+
+def make_result(
+    metrics: RunMetrics,
+    counts: Mapping[str, Any],
+    no_effect: Sequence[NoEffect],
+    *,
+    run_dir: str | None,
+    wall_s: float,
+    driver_load_fraction: float | None,
+    events: int,
+    log_sha256: str | None,
+    meaningless: Sequence[str] = (),
+) -> Result:
+    """Everything that `--json` prints, in one order for both clocks; the `meaningless` figures are None."""
+    return Result(
+        {
+            "run_dir": run_dir,
+            **{name: None if name in meaningless else value for name, value in metrics.summary().items()},
+            **counts,
+            "wall_s": wall_s,
+            "driver_load_fraction": driver_load_fraction,
+            "events": events,
+            "log_sha256": log_sha256,
+            "no_effect": [str(item) for item in no_effect],
+        }
+    )

@@ -1,0 +1,130 @@
+"""`simulate`: the runtime's own files on a virtual clock, with simulated ranks, environments and journal."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from tiderl.api.result import Fanout, Result, journal_counts, make_result
+from tiderl.config.machine import prepare
+from tiderl.config.render import render_dry_run
+from tiderl.config.resolve import Resolved
+from tiderl.cost.catalog import cost_model
+from tiderl.data.settings import ModelSettings, WarmupSettings
+from tiderl.envs.registry import check_form, profile
+from tiderl.observe.metrics import RunMetrics
+from tiderl.runtime.ports import Ports, Recorder
+from tiderl.runtime.run import Run
+from tiderl.sim.cluster import SimCluster
+from tiderl.sim.environments import SimEnvironments
+from tiderl.sim.loop import run_virtual
+from tiderl.sim.workload import Workload
+from tiderl.store.blobs import MemoryBlobs
+from tiderl.store.checkpoints import MemoryCheckpoints
+from tiderl.store.memory import MemoryLedger
+from tiderl.store.recorder import HashRecorder, SegmentRecorder
+from tiderl.store.rundir import RunDirectory, choose, create
+from tiderl.text.lengths import LengthsRenderer
+
+LEARNING = (
+    "eval_success_first",
+    "eval_success_last",
+    "eval_success_curve",
+    "reward_first",
+    "reward_last",
+    "logprob_gap_mean",
+)
+"""Figures that virtual time does not have: nothing is learned there, rewards are drawn."""
+
+SIM_VOCABULARY = 1024
+"""Size of the scratch model's vocabulary in virtual time, where no environment is asked for its words."""
+
+
+def simulate(config: str | Path, overrides: Sequence[str] = (), *, save: str | None = None) -> Result:
+    """Runs the configuration in virtual time. The same configuration and seed give the same `log_sha256`.
+
+    `save`: a run name or path that keeps events and figures. Raises `ConfigurationError`, `DeadlockError`.
+    """
+    started = time.monotonic()
+    resolved = prepare(config, overrides, command="sim")
+    check_form(resolved.config.env.name)
+    directory = None
+    if save is not None:
+        directory = choose(save, "sim")
+        create(directory, overwrite=False)
+        directory.config.write_text(render_dry_run(resolved), encoding="utf-8")
+    kept = SegmentRecorder(directory.events) if directory else None
+    log = HashRecorder(kept)
+    try:
+        result = _run(resolved, log, directory, started)
+    finally:
+        if kept is not None:
+            kept.close()
+    if directory is not None:
+        directory.summary.write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
+    return result
+
+
+def _run(resolved: Resolved, log: HashRecorder, directory: RunDirectory | None, started: float) -> Result:
+    metrics = RunMetrics()
+    recorder = Fanout([log], metrics, [])
+    ledger = MemoryLedger()
+    # Start-up and warm start are not in the run's clock, and simulated environments have no expert.
+    settings = msgspec.structs.replace(resolved.settings, warmup=WarmupSettings(demos=0, updates=0, lr=0.0))
+    run = Run(build_ports(resolved, ledger, recorder), settings, resolved.strategy)
+    cpu = time.thread_time()
+    run_virtual(run.run)
+    cpu = time.thread_time() - cpu
+    gc.collect()
+    return make_result(
+        metrics,
+        journal_counts(run_virtual(ledger.replay)),
+        resolved.no_effect,
+        run_dir=str(directory.root) if directory else None,
+        wall_s=time.monotonic() - started,
+        driver_load_fraction=cpu / metrics.clock_s if metrics.clock_s else None,
+        events=recorder.events,
+        log_sha256=log.sha256,
+        meaningless=LEARNING,
+    )
+
+
+def build_ports(resolved: Resolved, ledger: MemoryLedger, recorder: Recorder) -> Ports:
+    """Simulated ports for a resolved configuration; `ledger` may be one that was reopened."""
+    config = resolved.config
+    renderer = LengthsRenderer()
+    model: ModelSettings = resolved.model_settings(
+        vocab_size=SIM_VOCABULARY, pad_id=renderer.pad_id, stop_ids=renderer.stop_ids
+    )
+    seed = config.sim.workload_seed
+    workload = Workload(
+        config.seed if seed == "auto" else seed,
+        profile(config.env.name),
+        max_turns=config.rollout.max_turns,
+        max_context_tokens=config.rollout.max_context_tokens,
+        max_new_tokens_per_turn=config.rollout.max_new_tokens_per_turn,
+        wait=resolved.wait_profile(),
+    )
+    return Ports(
+        cluster=SimCluster(
+            resolved.layout.engine_ranks,
+            resolved.layout.actor_ranks[0],
+            cost_model(config.sim.hardware, model),
+            workload,
+            resolved.engine_settings(model),
+            with_reference=resolved.settings.uses_reference,
+        ),
+        environments=SimEnvironments(
+            workload, slots=resolved.slots, deadline_s=config.env.deadline_s, eval_prompts=config.eval.prompts
+        ),
+        renderer=renderer,
+        ledger=ledger,
+        blobs=MemoryBlobs(),
+        checkpoints=MemoryCheckpoints(),
+        recorder=recorder,
+    )

@@ -1,0 +1,64 @@
+"""`tiderl env`: list the environments, check one before a run is spent on it, play one by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from tiderl.cli.options import AsJson, print_json
+
+app = typer.Typer(
+    help="List, check and play environments.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME", help="A registered name, ./mine.py:Mine or package.module:Class.", show_default=False
+    ),
+]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("-o", metavar="KEY=VALUE", help="Option of the environment, e.g. -o level=BabyAI-GoToLocal-v0."),
+]
+
+
+@app.command("list")
+def list_environments(as_json: AsJson = False) -> None:
+    """The registered environments and what they need."""
+    from importlib.util import find_spec
+
+    from tiderl.envs.registry import REGISTRY
+
+    installed = {e.name: e.package is None or find_spec(e.package) is not None for e in REGISTRY.values()}
+    if as_json:
+        rows = [
+            {"name": e.name, "summary": e.summary, "extra": e.extra, "installed": installed[e.name]}
+            for e in REGISTRY.values()
+        ]
+        print_json({"environments": rows})
+        return
+    width = max(map(len, REGISTRY))
+    for entry in REGISTRY.values():
+        need = "" if installed[entry.name] else f"  (needs: pip install 'tiderl[{entry.extra}]')"
+        print(f"{entry.name.ljust(width)}  {entry.summary}{need}")
+    print("Your own: ./mine.py:Mine or package.module:Class; see tiderl env check --help.")
+
+
+def parse_options(texts: Sequence[str]) -> dict[str, Any]:
+    """`KEY=VALUE` with the value as YAML, as for every `-o`. Raises `ConfigurationError`."""
+    from tiderl.config.document import parse
+    from tiderl.data.errors import ConfigurationError
+
+    options: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConfigurationError("an option is written KEY=VALUE", where=f"-o {text}")
+        options[key] = parse(value, where=f"-o {text}", lined=False).values
+    return options

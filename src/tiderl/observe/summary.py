@@ -1,0 +1,121 @@
+"""The last words of a run: what it reached, what was dropped and why, what to do next.
+
+Made from the result's figures only, so that a person and `--json` are told the same. Reads no file of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tiderl.observe.words import count, duration, fraction, number
+
+DRIVER_LOAD_LIMIT = 0.5
+"""Above this share of its time the driver's own work would limit the run (docs/architecture.md)."""
+
+
+def summary_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Label and text of each line; what the result does not have is left out."""
+    lines = [
+        ("updates", f"{result['updates']} ({result['strategy']}, seed {result['seed']})"),
+        ("held-out success", _from_to(result, "eval_success", fraction)),
+        ("reward", _from_to(result, "reward", number)),
+        ("goodput", _goodput(result)),
+        ("staleness", _staleness(result)),
+        ("waits", f"trainer {duration(result.get('twt_s'))}, rollout {duration(result.get('rwt_s'))}"),
+        ("trajectories", _trajectories(result)),
+        ("dropped", _by_name(result.get("dropped"))),
+        ("faults", _by_name(result.get("faults"))),
+        ("log-prob gap", _gap(result)),
+        ("time", _times(result)),
+        ("simulation", _simulation(result)),
+        ("written to", str(result.get("run_dir") or "")),
+    ]
+    return [(label, text) for label, text in lines if text]
+
+
+def warnings(result: Mapping[str, Any], no_effect: Sequence[object] = ()) -> list[str]:
+    """What a reader of the figures must know."""
+    found = [str(item) for item in no_effect]
+    load = result.get("driver_load_fraction")
+    if load is not None and load > DRIVER_LOAD_LIMIT:
+        found.append(f"the driver was busy for {load:.0%} of the time: one driver would be the bottleneck of this run")
+    if result.get("logprob_gap_alarms"):
+        found.append(f"engine and trainer disagreed beyond rounding in {count(result['logprob_gap_alarms'], 'update')}")
+    return found
+
+
+def render_summary(
+    result: Mapping[str, Any], *, no_effect: Sequence[object] = (), next_commands: Sequence[str] = ()
+) -> RenderableType:
+    """Figures, warnings, and the commands that come next."""
+    table = Table.grid(padding=(0, 2))
+    for label, text in summary_lines(result):
+        table.add_row(Text(label, style="dim"), Text(text, overflow="fold"))
+    parts: list[RenderableType] = [Text(_headline(result), style="bold"), table]
+    parts += [Text(f"note: {text}", style="yellow") for text in warnings(result, no_effect)]
+    parts += [Text(f"next: {command}") for command in next_commands]
+    return Group(*parts)
+
+
+def _headline(result: Mapping[str, Any]) -> str:
+    outcome = {"done": "done", "stopped": "stopped on request", "failed": "failed"}.get(
+        str(result.get("outcome")), "done"
+    )
+    return f"{outcome} after {count(result['updates'], 'update')}"
+
+
+def _from_to(result: Mapping[str, Any], name: str, shown: Any) -> str:
+    first, last = result.get(f"{name}_first"), result.get(f"{name}_last")
+    return "" if last is None else f"{shown(first)} at first, {shown(last)} at last"
+
+
+def _goodput(result: Mapping[str, Any]) -> str:
+    if result.get("goodput_tokens_per_s") is None:
+        return ""
+    return (
+        f"{number(result['goodput_tokens_per_s'])} tokens/s, "
+        f"{number(result.get('goodput_tokens_per_rank_s'))} for each rank, "
+        f"{number(result.get('consumed_groups_per_s'))} groups/s"
+    )
+
+
+def _staleness(result: Mapping[str, Any]) -> str:
+    if result.get("staleness_max") is None:
+        return ""
+    return (
+        f"{number(result.get('staleness_mean_tokens'))} mean over tokens, {result['staleness_max']} at most (updates)"
+    )
+
+
+def _trajectories(result: Mapping[str, Any]) -> str:
+    dropped = sum(result["dropped"].values())
+    return (
+        f"{result['issued']:,} issued = {result['trained']:,} trained + {dropped:,} dropped + "
+        f"{result['in_flight']:,} in flight"
+    )
+
+
+def _by_name(counts: Mapping[str, int] | None) -> str:
+    return ", ".join(f"{amount:,} {name.replace('_', ' ')}" for name, amount in (counts or {}).items())
+
+
+def _gap(result: Mapping[str, Any]) -> str:
+    gap = result.get("logprob_gap_mean")
+    return "" if gap is None else f"{gap:.1e} mean between engine and trainer"
+
+
+def _times(result: Mapping[str, Any]) -> str:
+    wall = result.get("wall_s")
+    clock = f"{duration(result.get('clock_s'))} on the run's clock, {duration(result.get('setup_s'))} of it set-up"
+    return clock if wall is None else f"{duration(wall)} in all; {clock}"
+
+
+def _simulation(result: Mapping[str, Any]) -> str:
+    if result.get("log_sha256") is None:
+        return ""
+    return f"{result['events']:,} events, log SHA-256 {result['log_sha256']}"

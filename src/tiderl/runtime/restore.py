@@ -1,0 +1,90 @@
+"""The trainer's state after a loss: restore the newest checkpoint that can be read, redo what was committed since.
+
+Keeps I2: an update that is committed is made again from its recorded trajectories and never committed again; one that
+was
+being made when the rank died is simply made from the start. Serves a resumed driver and a lost trainer rank alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from tiderl.data.errors import CheckpointError, RankLost
+from tiderl.data.events import Event, Fault
+from tiderl.data.records import UpdateStats
+from tiderl.runtime.buffer import Group
+from tiderl.runtime.ports import Ports
+from tiderl.runtime.recovery import Recovered, load_consumed, recover
+from tiderl.runtime.wakeup import Wakeup
+
+T = TypeVar("T")
+
+MAX_LOSSES_IN_ONE_STEP = 3
+"""A step that loses its rank this often in a row is at fault itself; the run fails instead of trying for ever."""
+
+
+class TrainerRestorer:
+    """Runs work on the trainer's rank so that a lost rank costs time, never an update."""
+
+    def __init__(
+        self,
+        ports: Ports,
+        compute: Callable[[int, Sequence[Group]], Awaitable[list[UpdateStats]]],
+        wakeup: Wakeup,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self.ports, self.compute, self.wakeup, self.emit = ports, compute, wakeup, emit
+        self.times_back = 0
+
+    def back(self) -> None:
+        """The trainer's rank is up again, empty."""
+        self.times_back += 1
+        self.wakeup.notify()
+
+    async def guarded(self, work: Callable[[], Awaitable[T]]) -> T:
+        """`work()`; when the rank is lost meanwhile, waits for its return, restores, and does it again."""
+        losses = 0
+        while True:
+            seen = self.times_back
+            try:
+                if losses:
+                    await self._restore_from_journal()
+                return await work()
+            except RankLost:
+                losses += 1
+                if losses >= MAX_LOSSES_IN_ONE_STEP:
+                    raise
+                while self.times_back == seen:
+                    await self.wakeup.wait()
+
+    async def _restore_from_journal(self) -> None:
+        recovered = recover(await self.ports.ledger.replay(), self.ports.checkpoints.whole)
+        if recovered is None:
+            raise RankLost("the rank that trains was lost before the first checkpoint", hint="start the run again")
+        await self.restore(recovered)
+
+    async def restore(self, recovered: Recovered) -> None:
+        """Afterwards the trainer is as after the last committed update. Raises `CheckpointError` when nothing can be
+        read."""
+        restored = await self._restore_newest(recovered)
+        for number, rows in recovered.updates:
+            if number > restored:
+                await self.compute(number, await load_consumed(rows, self.ports.blobs))
+
+    async def _restore_newest(self, recovered: Recovered) -> int:
+        checkpoints = self.ports.checkpoints
+        for update, name in reversed(recovered.checkpoints):
+            try:
+                await self.ports.cluster.update.restore(checkpoints.path(name))
+            except CheckpointError as error:
+                now = asyncio.get_running_loop().time()
+                self.emit(Fault(t_s=now, where=f"restore {name}", what=type(error).__name__))
+            else:
+                return update
+        raise CheckpointError(
+            "no checkpoint of this run can be read",
+            where=", ".join(name for _, name in recovered.checkpoints),
+            hint="start it again under another name, or with --overwrite",
+        )

@@ -1,0 +1,106 @@
+"""Simulated environments: the Environments port over a workload, every wait a sleep of the virtual clock.
+
+Observations are lengths. Slots, deadlines and their faults are as live: a step longer than the deadline is a time-out
+after exactly the deadline. Knows no engine; prompts are numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from tiderl.data.errors import ConfigurationError, EnvironmentTimeout, InvariantViolation
+from tiderl.data.records import Action, Observation, Prompt, Split, Step, TaskKey, TokenCount, Trajectory
+from tiderl.sim.workload import Workload
+
+# A task set larger than any pass that matters: the draws depend on the running number of issue, not on the prompt.
+TRAIN_PROMPTS = 1_000
+
+
+class SimEnvironments:
+    """Environments of one profile. `eval_prompts` is the size of the held-out set."""
+
+    has_expert = False
+
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        slots: int,
+        deadline_s: float,
+        eval_prompts: int,
+        train_prompts: int = TRAIN_PROMPTS,
+    ) -> None:
+        self.workload, self.slots, self.deadline_s = workload, slots, deadline_s
+        self._sizes: dict[Split, int] = {"train": train_prompts, "eval": eval_prompts}
+        self._free = asyncio.Semaphore(slots)
+
+    async def start(self) -> None:
+        """Nothing has to be started."""
+
+    async def prompts(self, split: Split) -> Sequence[Prompt]:
+        return tuple(Prompt(f"{split}-{number}", seed=number) for number in range(self._sizes[split]))
+
+    async def vocabulary(self) -> tuple[str, ...]:
+        """Empty: simulated environments say nothing but lengths."""
+        return ()
+
+    async def expert(self, prompt: Prompt) -> Sequence[str]:
+        raise ConfigurationError("simulated environments have no expert", where="warmup.demos")
+
+    async def open(self, key: TaskKey, prompt: Prompt) -> SimEnvironmentHandle:
+        await self._free.acquire()
+        return SimEnvironmentHandle(self, key)
+
+    async def close(self) -> None:
+        """Nothing has to be closed."""
+
+    def give_back(self) -> None:
+        """A handle's slot is free again."""
+        self._free.release()
+
+
+class SimEnvironmentHandle:
+    """One task's environment; holds its slot until closed."""
+
+    def __init__(self, owner: SimEnvironments, key: TaskKey) -> None:
+        self._owner, self._workload, self._key = owner, owner.workload, key
+        self._turn = -1  # before reset
+        self._open = True
+
+    async def reset(self) -> Observation:
+        if self._turn >= 0:
+            raise InvariantViolation("an environment is reset once", where=str(self._key))
+        await self._wait(self._workload.reset_s(self._key), "reset")
+        self._turn = 0
+        return Observation((TokenCount(self._workload.first_observation_tokens),))
+
+    async def step(self, action: Action) -> Step:
+        """The action's content does not matter: its length was drawn with the turn."""
+        if self._turn < 0:
+            raise InvariantViolation("step before reset", where=str(self._key))
+        workload, key, turn = self._workload, self._key, self._turn
+        await self._wait(workload.step_s(key, turn), "step")
+        self._turn += 1
+        observation = Observation((TokenCount(workload.observation_tokens(key, turn)),))
+        if self._turn < workload.turns(key):
+            return Step(observation)
+        success = workload.succeeds(key)
+        return Step(observation, reward=float(success), terminated=True, info={"success": success})
+
+    async def score(self, trajectory: Trajectory) -> float | None:
+        """No verifier: the reward is the sum of the steps'."""
+        return None
+
+    async def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._owner.give_back()
+
+    async def _wait(self, seconds: float, what: str) -> None:
+        deadline_s = self._owner.deadline_s
+        await asyncio.sleep(min(seconds, deadline_s))
+        if seconds >= deadline_s:
+            raise EnvironmentTimeout(
+                f"{what} took longer than env.deadline_s = {deadline_s:g}", where=str(self._key)
+            )

@@ -1,0 +1,124 @@
+"""The simulated trainer: the Reference, Actor and Update ports of one rank, seconds by tokens.
+
+Each call occupies its rank after what came before. Keeps I2's order as the real one does: a micro-batch is forwarded, then
+backwarded, within one update between `begin` and `finish`. Makes no numbers that have no meaning: log-probs are 0, the
+metrics are counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tiderl.cost.model import CostModel
+from tiderl.data.errors import CheckpointError, ConfigurationError, InvariantViolation
+from tiderl.data.records import MicroBatch, UpdateStats, WeightHandle
+from tiderl.data.records import Sequence as TrainSequence
+from tiderl.sim.ranks import SimRank
+
+
+class SimReference:
+    """The reference model on one rank."""
+
+    def __init__(self, rank: SimRank, cost: CostModel) -> None:
+        self.rank = rank.rank
+        self._on, self._cost = rank, cost
+
+    async def logprobs(self, mb: MicroBatch) -> np.ndarray:
+        """float32 [mb.tokens], all 0."""
+        await self._on.work(mb.tokens * self._cost.reference_token_s)
+        return np.broadcast_to(np.float32(0.0), (mb.tokens,))
+
+
+class SimActor:
+    """The actor on one rank; the books of the running update are shared with `SimUpdate`."""
+
+    def __init__(self, rank: SimRank, cost: CostModel) -> None:
+        self.rank = rank.rank
+        self._on, self._cost = rank, cost
+        self.forwarded: set[tuple[int, int, int]] = set()
+        self.tokens = self.loss_tokens = 0
+
+    async def forward(self, mb: MicroBatch, *, proximal: bool = False) -> None:
+        await self._on.work(mb.tokens * self._cost.forward_token_s)
+        if not proximal:
+            self.forwarded.add((mb.update, mb.part, mb.index))
+
+    async def backward(self, mb: MicroBatch, ref_logprobs: np.ndarray | None) -> None:
+        """Raises `InvariantViolation` for a micro-batch that was not forwarded."""
+        name = (mb.update, mb.part, mb.index)
+        if name not in self.forwarded:
+            raise InvariantViolation(
+                f"backward of micro-batch {mb.index} of update {mb.update}, which was not forwarded",
+                where=f"rank {self.rank}",
+            )
+        self.forwarded.remove(name)
+        await self._on.work(mb.tokens * self._cost.backward_token_s)
+        self.tokens += mb.tokens
+        self.loss_tokens += sum(int(sequence.loss_mask.sum()) for sequence in mb.sequences)
+
+
+class SimUpdate:
+    """The optimizer of one actor rank. Checkpoints are remembered by their directory's name: nothing is written."""
+
+    def __init__(self, rank: SimRank, actor: SimActor, cost: CostModel) -> None:
+        self._on, self._actor, self._cost = rank, actor, cost
+        self._running: int | None = None
+        self._updates_done = 0
+        self._checkpoints: dict[str, int] = {}
+
+    async def warm_up(self, demos: Sequence[TrainSequence], updates: int, lr: float) -> dict[str, float]:
+        """`updates` steps, each over all of `demos`. Nothing is learned, so no metric comes back."""
+        tokens = sum(demo.tokens for demo in demos)
+        if updates:
+            await self._on.work(updates * (tokens * self._cost.actor_token_s + self._cost.optimizer_s))
+        return {}
+
+    def lose(self) -> None:
+        """The rank's process died: the running update is gone, checkpoints are not."""
+        self._running = None
+        self._actor.forwarded.clear()
+
+    async def begin(self, update: int, members: Sequence[int]) -> None:
+        if list(members) != [self._actor.rank]:
+            raise ConfigurationError(
+                f"an update over the ranks {list(members)} is not yet supported", where=f"update {update}"
+            )
+        if self._running is not None:
+            raise InvariantViolation(f"update {update} begins within update {self._running}")
+        self._running = update
+        self._actor.tokens = self._actor.loss_tokens = 0
+
+    async def finish(self) -> UpdateStats:
+        if self._running is None:
+            raise InvariantViolation("finish without begin")
+        await self._on.work(self._cost.optimizer_s)
+        self._updates_done, self._running = self._running, None
+        metrics: Mapping[str, float] = {
+            "tokens": float(self._actor.tokens),
+            "loss_tokens": float(self._actor.loss_tokens),
+        }
+        return UpdateStats(metrics=dict(metrics), seconds=self._cost.optimizer_s)
+
+    async def export(self, version: int) -> WeightHandle:
+        await self._on.work(self._cost.publish_s)
+        return WeightHandle(version=version, path=f"version-{version}", nbytes=self._cost.weight_bytes)
+
+    async def discard(self, handle: WeightHandle) -> None:
+        """A deletion costs nothing."""
+
+    async def save(self, directory: str) -> None:
+        await self._on.work(self._cost.checkpoint_s)
+        self._checkpoints[directory] = self._updates_done
+
+    async def restore(self, directory: str) -> None:
+        """Raises `CheckpointError` for a directory that was never saved to."""
+        if directory not in self._checkpoints:
+            raise CheckpointError("there is no checkpoint", where=directory)
+        await self._on.work(self._cost.checkpoint_s)
+        self._updates_done, self._running = self._checkpoints[directory], None
+        self._actor.forwarded.clear()
+
+    async def save_model(self, directory: str) -> None:
+        await self._on.work(self._cost.publish_s)

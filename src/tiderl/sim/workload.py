@@ -1,0 +1,173 @@
+"""What simulated tasks do: how long they talk, how long the world takes, and whether they succeed.
+
+Everything is a function of (workload seed, split and prompt id, member, turn), never of the attempt or of call order: the
+same trajectory costs the same under every strategy (I10). Lengths and seconds are lognormal around the profile's medians;
+turns and success are correlated within a group. Knows no engine, clock or strategy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tiderl.data.errors import ConfigurationError
+from tiderl.data.records import Ending, TaskKey
+from tiderl.data.settings import WaitProfile, WorkloadProfile
+from tiderl.sim.draws import Draws, normal_cdf
+
+_SPLITS = {"train": 0, "eval": 1, "warmup": 2}
+
+
+@dataclass(frozen=True)
+class PlannedTurn:
+    """One turn as it goes when nothing interferes. The context is that before the turn."""
+
+    context_tokens: int
+    action_tokens: int
+    observation_tokens: int  # added to the context afterwards; 0 after the last turn
+    step_s: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole trajectory, cut by the budgets as the runtime cuts it."""
+
+    reset_s: float
+    turns: tuple[PlannedTurn, ...]
+    ending: Ending
+    reward: float
+
+    @property
+    def tokens(self) -> int:
+        last = self.turns[-1]
+        return last.context_tokens + last.action_tokens
+
+    @property
+    def loss_tokens(self) -> int:
+        return sum(turn.action_tokens for turn in self.turns)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in the environment."""
+        return self.reset_s + sum(turn.step_s for turn in self.turns)
+
+
+class Workload:
+    """The draws of one environment's profile under one seed, cut by the run's budgets.
+
+    Raises `ConfigurationError` when the budgets hold no first observation and one token.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        profile: WorkloadProfile,
+        *,
+        max_turns: int,
+        max_context_tokens: int,
+        max_new_tokens_per_turn: int,
+        wait: WaitProfile | None = None,
+    ) -> None:
+        self.profile, self.wait = profile, wait
+        self.max_turns, self.max_context_tokens = max_turns, max_context_tokens
+        self.max_new_tokens_per_turn = max_new_tokens_per_turn
+        self.first_observation_tokens = max(1, round(profile.first_observation_tokens))
+        if self.first_observation_tokens >= max_context_tokens:
+            raise ConfigurationError(
+                f"the workload's first observation has {self.first_observation_tokens} tokens, the context "
+                f"{max_context_tokens}",
+                where="rollout.max_context_tokens",
+                hint=f"give at least {self.first_observation_tokens + 1}",
+            )
+        own = math.sqrt(1.0 - profile.group_correlation)
+        self._weights = (math.sqrt(profile.group_correlation), own)
+        self._turns = Draws(seed, "workload", "turns")
+        self._success = Draws(seed, "workload", "success")
+        self._actions = Draws(seed, "workload", "action")
+        self._observations = Draws(seed, "workload", "observation")
+        self._steps = Draws(seed, "workload", "step")
+        self._resets = Draws(seed, "workload", "reset")
+        self._waits = Draws(seed, "workload", "wait")
+        self._tails = Draws(seed, "workload", "wait tail")
+
+    def turns(self, key: TaskKey) -> int:
+        """Turns until the task is over by its own rules, at least 1; budgets may end it before."""
+        z = self._correlated(self._turns, key)
+        return max(1, round(self.profile.turns_median * math.exp(self.profile.turns_sigma * z)))
+
+    def succeeds(self, key: TaskKey) -> bool:
+        """Whether the task is solved, if it gets as far as its own end."""
+        return normal_cdf(self._correlated(self._success, key)) < self.profile.success_fraction
+
+    def action_tokens(self, key: TaskKey, turn: int) -> int:
+        """What the policy would say in the turn, stop token included, at least 1."""
+        profile = self.profile
+        return _tokens(profile.action_tokens, profile.action_sigma, self._normal(self._actions, key, turn))
+
+    def observation_tokens(self, key: TaskKey, turn: int) -> int:
+        """What the environment answers to the turn, at least 1."""
+        profile = self.profile
+        z = self._normal(self._observations, key, turn)
+        return _tokens(profile.observation_tokens, profile.observation_sigma, z)
+
+    def step_s(self, key: TaskKey, turn: int) -> float:
+        """Seconds that the environment takes for the turn's step, `env.wait` included."""
+        profile = self.profile
+        own = profile.step_s * math.exp(profile.step_sigma * self._normal(self._steps, key, turn))
+        return own + self._wait_s(key, turn)
+
+    def reset_s(self, key: TaskKey) -> float:
+        profile = self.profile
+        return profile.reset_s * math.exp(profile.step_sigma * self._normal(self._resets, key, 0))
+
+    def plan(self, key: TaskKey) -> Plan:
+        """The trajectory that the runtime plays when every turn gets its tokens at once."""
+        context = self.first_observation_tokens
+        last = self.turns(key) - 1
+        turns: list[PlannedTurn] = []
+        ending: Ending = "budget_turns"
+        for number in range(self.max_turns):
+            room = min(self.max_new_tokens_per_turn, self.max_context_tokens - context)
+            action = min(self.action_tokens(key, number), room)
+            step_s = self.step_s(key, number)
+            observation = self.observation_tokens(key, number)
+            if number == last:
+                ending = "terminated"
+            elif context + action + observation >= self.max_context_tokens:
+                ending = "budget_tokens"
+            over = ending != "budget_turns" or number == self.max_turns - 1
+            turns.append(PlannedTurn(context, action, 0 if over else observation, step_s))
+            if over:
+                break
+            context += action + observation
+        reward = 1.0 if ending == "terminated" and self.succeeds(key) else 0.0
+        return Plan(self.reset_s(key), tuple(turns), ending, reward)
+
+    def _wait_s(self, key: TaskKey, turn: int) -> float:
+        wait = self.wait
+        if wait is None:
+            return 0.0
+        group = _group(key)
+        # One uniform decides whether it is a tail and, rescaled, how long that lasts.
+        chance = self._tails.uniform(group, key.member, turn)
+        if chance < wait.tail_fraction:
+            shortest_s, longest_s = wait.tail_s
+            return shortest_s + (longest_s - shortest_s) * chance / wait.tail_fraction
+        return wait.median_s * math.exp(wait.sigma * self._waits.normal(group, key.member, turn))
+
+    def _normal(self, draws: Draws, key: TaskKey, turn: int) -> float:
+        return draws.normal(_group(key), key.member, turn)
+
+    def _correlated(self, draws: Draws, key: TaskKey) -> float:
+        """Standard normal, with correlation `group_correlation` between the members of a group."""
+        group = _group(key)
+        shared, own = self._weights
+        return shared * draws.normal(group, -1) + own * draws.normal(group, key.member)
+
+
+def _group(key: TaskKey) -> int:
+    return 4 * key.prompt_id + _SPLITS[key.split]
+
+
+def _tokens(median: float, sigma: float, z: float) -> int:
+    return max(1, round(median * math.exp(sigma * z)))

@@ -1,0 +1,1 @@
+"""The journal, payloads, event segments and the lock of a run directory, on disk or in memory."""

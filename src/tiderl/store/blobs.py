@@ -1,0 +1,80 @@
+"""Payloads by content hash: files in a folder, or memory. A name is the SHA-256 of the bytes it stands for.
+
+A file appears whole or not at all (write aside, then rename); it is checked whenever it is read. Written directly, not
+in a thread: a payload of some kB takes about 0.1 ms (measured), less than a thread's hand-over is worth.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tiderl.data.errors import CheckpointError
+from tiderl.data.records import Trajectory
+from tiderl.store.payload import decode, encode
+
+
+def blob_path(sha256: str) -> str:
+    """Where a payload lies in its folder: `ab/abcdef….safetensors`."""
+    return f"{sha256[:2]}/{sha256}.safetensors"
+
+
+class FileBlobs:
+    """The `Blobs` of a run directory."""
+
+    def __init__(self, directory: Path | str) -> None:
+        self._directory = Path(directory)
+
+    async def put(self, trajectory: Trajectory) -> str:
+        sha256, data = encode(trajectory)
+        path = self._directory / blob_path(sha256)
+        aside = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            try:
+                aside.write_bytes(data)
+            except FileNotFoundError:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                aside.write_bytes(data)
+            aside.replace(path)
+        except OSError as error:
+            raise CheckpointError(f"a payload cannot be written: {error.strerror}", where=str(path)) from error
+        return sha256
+
+    async def get(self, sha256: str) -> Trajectory:
+        path = self._directory / blob_path(sha256)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"a payload cannot be read: {error.strerror}", where=str(path)) from error
+        return decode(sha256, data, str(path))
+
+    async def delete(self, sha256s: Sequence[str]) -> None:
+        for sha256 in sha256s:
+            path = self._directory / blob_path(sha256)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"a payload cannot be deleted: {error.strerror}", where=str(path)) from error
+
+
+class MemoryBlobs:
+    """The `Blobs` of a simulated run: the records themselves. Names are hashes of identity, not of content: simulated
+    arrays have no content, and may be long."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Trajectory] = {}
+
+    async def put(self, trajectory: Trajectory) -> str:
+        sha256, _ = encode(trajectory)
+        self._kept[sha256] = trajectory
+        return sha256
+
+    async def get(self, sha256: str) -> Trajectory:
+        if sha256 not in self._kept:
+            raise CheckpointError("a payload is missing", where=sha256)
+        return self._kept[sha256]
+
+    async def delete(self, sha256s: Sequence[str]) -> None:
+        for sha256 in sha256s:
+            self._kept.pop(sha256, None)

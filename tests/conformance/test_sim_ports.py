@@ -1,0 +1,43 @@
+"""The simulated cluster keeps what every cluster promises, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+from support.ports_suite import PROMISES, Promise, Subject, check, name_of
+
+from tiderl.cost import cost_model
+from tiderl.data.settings import EngineSettings, ModelSettings, WorkloadProfile
+from tiderl.sim.cluster import SimCluster
+from tiderl.sim.loop import run_virtual
+from tiderl.sim.workload import Workload
+
+MODEL = ModelSettings(path="scratch", vocab_size=64, max_context_tokens=128, pad_id=0, stop_ids=(1,))
+PROFILE = WorkloadProfile(
+    turns_median=5.0,
+    turns_sigma=0.5,
+    first_observation_tokens=15.0,
+    observation_tokens=10.0,
+    observation_sigma=0.2,
+    action_tokens=6.0,
+    action_sigma=0.5,
+    step_s=0.001,
+    step_sigma=0.5,
+)
+LAYOUTS = {
+    "apart": {0: (0,)},
+    "two engines, one beside the actor": {0: (0,), 1: (1,)},
+    "one engine on two ranks": {0: (0, 2)},
+}
+
+
+def subject(layout: str) -> Subject:
+    workload = Workload(0, PROFILE, max_turns=16, max_context_tokens=128, max_new_tokens_per_turn=8)
+    settings = EngineSettings(MODEL, kv_budget_tokens=512)
+    cluster = SimCluster(LAYOUTS[layout], 1, cost_model("this-cpu", MODEL), workload, settings)
+    return Subject(cluster, vocab_size=64, max_context_tokens=128)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("promise", PROMISES, ids=name_of)
+def test_simulated_cluster(promise: Promise, layout: str) -> None:
+    run_virtual(lambda: check(lambda: subject(layout), promise))

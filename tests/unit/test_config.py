@@ -1,0 +1,398 @@
+"""The configuration: what is refused and how it is said, what `auto` becomes, and that nothing is ignored silently."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiderl.config.check import check_first_observation
+from tiderl.config.document import parse
+from tiderl.config.load import Loaded, dump, load_config
+from tiderl.config.render import flow, render_dry_run
+from tiderl.config.resolve import Resolved, resolve
+from tiderl.data.errors import ConfigurationError
+
+FILE = """\
+seed: 3
+model: {layers: 2, hidden: 64, heads: 4, kv_heads: 2}
+train:
+  updates: 20
+  lr: 1e-3
+env: {name: builtin}
+"""
+
+
+def write(folder: Path, text: str = FILE) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def load(folder: Path, *overrides: str, text: str = FILE) -> Loaded:
+    return load_config(write(folder, text), overrides)
+
+
+def resolved(folder: Path, *overrides: str, command: Any = "train", **options: Any) -> Resolved:
+    return resolve(load(folder, *overrides), command=command, **options)
+
+
+def refusal(folder: Path, *overrides: str, text: str = FILE, **options: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve(load(folder, *overrides, text=text), command="train", **options)
+    message = str(caught.value)
+    assert len(message.splitlines()) <= 2
+    return message
+
+
+# ------------------------------------------------------------------------------------ the file
+
+
+def test_values_of_the_file_and_defaults_come_with_their_origin(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "train.updates=5")
+    assert (loaded.config.seed, loaded.config.train.updates, loaded.config.train.lr) == (3, 5, 1e-3)
+    assert loaded.config.algorithm.group_size == 8
+    assert loaded.origins["seed"] == "file"
+    assert loaded.origins["train.updates"] == "-o"
+    assert loaded.origins["algorithm.group_size"] == "default"
+    assert loaded.where("train.lr") == f"{tmp_path / 'run.yaml'}:5"
+    assert loaded.where("train.updates") == "-o train.updates=5"
+
+
+@pytest.mark.parametrize("written", ["1e-3", "1.0e-3", "0.001", "1E-3", ".001", "+1e-03"])
+def test_every_way_to_write_a_float_is_a_float(tmp_path: Path, written: str) -> None:
+    assert load(tmp_path, f"train.lr={written}").config.train.lr == 0.001
+
+
+def test_words_that_yaml_1_1_would_change_stay_text(tmp_path: Path) -> None:
+    options = load(tmp_path, "env.options={a: no, b: on, c: 12:30, d: 2024-01-01, e: 0o17}").config.env.options
+    assert options == {"a": "no", "b": "on", "c": "12:30", "d": "2024-01-01", "e": "0o17"}
+
+
+def test_an_empty_file_and_an_empty_section_mean_the_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, text="").config == load(tmp_path, text="train:\n  # nothing\n").config
+
+
+def test_an_override_inside_a_value_that_was_no_mapping_makes_the_mapping(tmp_path: Path) -> None:
+    wait = load(tmp_path, "env.wait=none", "env.wait.median_s=1", "env.wait.sigma=2").config.env.wait
+    assert wait is not None and (wait.median_s, wait.sigma) == (1.0, 2.0)
+
+
+FILE_MISTAKES = [
+    ("a: [1", ":1", "not valid YAML"),
+    ("seed: 1\n\ttrain: 2", ":2", "not valid YAML"),
+    ("seed: 1\nseed: 2", ":2", "the key seed is given twice", "line 1"),
+    ("train: {lr: 1.0}\ntrain: {lr: 2.0}", ":2", "given twice"),
+    ("env:\n  options: {a: 1, a: 2}", ":2", "env.options.a is given twice"),
+    ("- 1", ":1", "must be a mapping"),
+    ("seed: !!python/name:os.system x", ":1", "not supported"),
+    ("? [a]\n: 1", ":1", "a key must be one word"),
+    ("env:\n  options: &a {b: *a}", ":2", "contains itself"),
+    ("train:\n  updates: 3\n  lrr: 1", ":3", "unknown key train.lrr", "did you mean train.lr?"),
+    ("updates: 3", ":1", "unknown key updates", "did you mean warmup.updates or train.updates?"),
+    ("trian: {updates: 3}", ":1", "unknown key trian", "did you mean train?"),
+    ("train: {xyzzy: 3}", ":1", "unknown key train.xyzzy", "known keys of train: updates"),
+    ("train:\n  updates: 3\n  lr: fast", ":3", "train.lr must be a number, given the text 'fast'"),
+    ("train: {updates: 2.5}", ":1", "train.updates must be a whole number, given 2.5"),
+    ("train: {updates: true}", ":1", "whole number, given true"),
+    ("train: {updates: '3'}", ":1", "whole number, given the text '3'"),
+    ("train: {updates: 0}", ":1", "train.updates must be at least 1, given 0"),
+    ("train: {lr: .inf}", ":1", "train.lr must be a finite number"),
+    ("train: {lr: -1}", ":1", "train.lr must be more than 0, given -1"),
+    ("train: 3", ":1", "train must be a mapping of keys, given 3"),
+    ("rollout: {temperature: 0}", ":1", "rollout.temperature must be more than 0", "greedy"),
+    ("rollout: {top_p: 0.9}", ":1", "rollout.top_p", "log-probs"),
+    ("rollout: {top_k: 50}", ":1", "rollout.top_k", "log-probs"),
+    ("algorithm: {loss: gropo}", ":1", "algorithm.loss must be", "did you mean 'grpo'?"),
+    ("algorithm: {advantage: mean}", ":1", "algorithm.advantage must be 'group' or 'leave_one_out'"),
+    ("env: {slots: many}", ":1", "env.slots must be a whole number of at least 1, or auto"),
+    ("env: {wait: long}", ":1", "env.wait must be none, or a mapping"),
+    ("env: {wait: {median_s: 1}}", ":1", "env.wait.sigma is required"),
+    ("env: {wait: {median_s: 1, sgima: 1}}", ":1", "unknown key env.wait.sgima", "did you mean env.wait.sigma?"),
+    ("env: [{name: babyai, weight: 1}]", ":1", "not yet supported"),
+    ("train: {lora: {rank: 8}}", ":1", "train.lora", "not yet supported"),
+    ("gateway: {}", ":1", "gateway", "not yet supported"),
+    ("rollout: {engine: vllm}", ":1", "rollout.engine", "'vllm' is not yet supported"),
+    ("rollout: {ranks_per_engine: 2}", ":1", "rollout.ranks_per_engine", "not yet supported"),
+    ("cluster: {kind: ray}", ":1", "cluster.kind", "'ray' is not yet supported; use inline or process"),
+    ("schedule: {staleness_counts: window}", ":1", "'window' is not yet supported"),
+    ("train: {sharding: fsdp}", ":1", "'fsdp' is not yet supported"),
+    ("model: {tokenizer: chat}", ":1", "'chat' is not yet supported"),
+    ("log: {trackers: [tensorboard]}", ":1", "log.trackers", "not yet supported"),
+    ("sim: {faults: {rank_mtbf_s: 100}}", ":1", "sim.faults", "not yet supported"),
+    ("schedule: {strategy: laminar}", ":1", "'laminar' is not yet supported", "sync, areal"),
+    ("schedule: {strategy: aeral}", ":1", "unknown strategy 'aeral', did you mean 'areal'?"),
+]
+
+
+@pytest.mark.parametrize(("text", "where", "expected"), [(m[0], m[1], m[2:]) for m in FILE_MISTAKES])
+def test_a_mistake_in_the_file_names_line_key_and_remedy(
+    tmp_path: Path, text: str, where: str, expected: tuple[str, ...]
+) -> None:
+    message = refusal(tmp_path, text=text)
+    assert message.startswith(f"{tmp_path / 'run.yaml'}{where}: "), message
+    for part in expected:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.lrr=1", "unknown key train.lrr"),
+        ("train.lr=fast", "train.lr must be a number"),
+        ("train.updates", "KEY=VALUE"),
+        ("=3", "KEY=VALUE"),
+        ("train..lr=1", "KEY=VALUE"),
+        ("env.name=[", "not valid YAML"),
+        ("env.wait.median_s=1", "env.wait.sigma is required"),
+        ("seed.x=1", "seed must be a whole number, given a mapping"),
+    ],
+)
+def test_a_mistake_in_an_override_names_the_override(tmp_path: Path, override: str, expected: str) -> None:
+    message = refusal(tmp_path, override)
+    assert message.startswith(f"-o {override}: ") and expected in message
+
+
+def test_a_missing_file_names_the_similar_one(tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"no such configuration file\n.*run\.yaml\?"):
+        load_config(tmp_path / "rum.yaml")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        load_config(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigurationError, match="UTF-8"):
+        load_config(tmp_path / "binary.yaml")
+
+
+# ------------------------------------------------------------------------------ combinations
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "expected"),
+    [
+        (["train.steps_per_batch=3"], "train.global_batch_groups", "8 groups do not divide"),
+        (["rollout.max_new_tokens_per_turn=600"], "rollout.max_new_tokens_per_turn", "no room"),
+        (["rollout.kv_budget_tokens=100"], "rollout.kv_budget_tokens", "cannot hold one task"),
+        (["train.micro_batch_tokens=100"], "train.micro_batch_tokens", "cannot hold one sequence"),
+        (["schedule.publish_every_updates=3"], "schedule.publish_every_updates", "max_staleness + 1 = 2"),
+        (
+            ["schedule.strategy=sync", "schedule.max_staleness=4", "schedule.publish_every_updates=2"],
+            "schedule.publish_every_updates",
+            "max_staleness + 1 = 1",
+        ),
+        (["algorithm.group_size=1"], "algorithm.group_size", "at least 2"),
+        (["model.hidden=66"], "model.hidden", "66 over 4 heads"),
+        (["model.hidden=12"], "model.hidden", "even head size"),
+        (["model.kv_heads=3"], "model.heads", "divide by model.kv_heads"),
+        (["cluster.rollout_ranks=2"], "cluster.rollout_ranks", "leaves no rank to train"),
+        (["cluster.ranks=4", "cluster.rollout_ranks=2"], "cluster.rollout_ranks", "not yet supported"),
+        (["cluster.reference_ranks=1"], "cluster.reference_ranks", "not yet supported"),
+        (["env.wait={median_s: 1, sigma: 1, tail_fraction: 0.1}"], "env.wait.tail_s", "[shortest, longest]"),
+        (["model.path=./nowhere"], "model.path", "no such folder"),
+        (["model.path=org/name"], "model.path", "hub id is not yet supported"),
+        (["model.path=."], "model.path", "is no model"),
+    ],
+)
+def test_an_impossible_combination_names_its_key(tmp_path: Path, overrides: list[str], key: str, expected: str) -> None:
+    message = refusal(tmp_path, *overrides)
+    assert f"{key}: " in message and expected in message
+
+
+def test_a_folder_of_another_model_family_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    assert "no model description" in refusal(tmp_path, f"model.path={folder}")
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "vocab_size": 10,
+    }
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}), encoding="utf-8")
+    assert "'gpt2' are not yet supported" in refusal(tmp_path, f"model.path={folder}")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}), encoding="utf-8")
+    shape = resolved(tmp_path, f"model.path={folder}").shape
+    assert (shape.layers, shape.kv_heads, shape.head_dim) == (2, 2, 4)
+
+
+def test_the_context_must_hold_the_first_observation_and_one_turn(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "rollout.max_context_tokens=64", "rollout.max_new_tokens_per_turn=4")
+    check_first_observation(loaded, 60)
+    with pytest.raises(ConfigurationError, match=r"rollout\.max_context_tokens=64: .*61 tokens[\s\S]*at least 65"):
+        check_first_observation(loaded, 61)
+
+
+# ----------------------------------------------------------------------------- auto and strategy
+
+
+def test_slots_are_what_staleness_lets_be_in_flight(tmp_path: Path) -> None:
+    assert resolved(tmp_path, "schedule.max_staleness=2").slots == 3 * 8 * 8
+    assert resolved(tmp_path, "schedule.strategy=sync", "schedule.max_staleness=2").slots == 1 * 8 * 8
+
+
+def test_a_strategy_decides_what_is_auto_and_says_so(tmp_path: Path) -> None:
+    run = resolved(tmp_path, "schedule.strategy=sync", "schedule.max_staleness=2")
+    assert (run.config.algorithm.loss, run.config.rollout.kv_policy) == ("grpo", "lru")
+    assert run.settings.max_staleness == 0
+    assert run.origins["algorithm.loss"] == run.origins["schedule.max_staleness"] == "strategy"
+    assert [item.key for item in run.no_effect] == ["schedule.max_staleness"]
+
+
+def test_a_set_value_wins_over_the_strategy(tmp_path: Path) -> None:
+    run = resolved(tmp_path, "schedule.strategy=sync", "algorithm.loss=decoupled_ppo")
+    assert run.config.algorithm.loss == "decoupled_ppo" and run.origins["algorithm.loss"] == "-o"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "command", "engine_ranks", "actor_ranks"),
+    [
+        (["cluster.ranks=1"], "train", [0], (0,)),
+        (["cluster.ranks=4"], "train", [0, 1, 2], (3,)),
+        (["cluster.ranks=4", "schedule.strategy=sync"], "train", [0, 1, 2, 3], (3,)),
+        (["cluster.ranks=4", "cluster.rollout_ranks=3"], "train", [0, 1, 2], (3,)),
+        (["cluster.ranks=4"], "sim", [0, 1], (2, 3)),
+        (["cluster.ranks=1"], "sim", [0], (0,)),
+    ],
+)
+def test_ranks_are_laid_out_by_strategy_and_command(
+    tmp_path: Path, overrides: list[str], command: str, engine_ranks: list[int], actor_ranks: tuple[int, ...]
+) -> None:
+    layout = resolved(tmp_path, *overrides, command=command).layout
+    assert layout.engine_ranks == {rank: (rank,) for rank in engine_ranks}
+    assert layout.actor_ranks == actor_ranks
+
+
+def test_the_kv_budget_is_the_smaller_of_need_and_room(tmp_path: Path) -> None:
+    need = 2 * 8 * 8 * 512  # slots x context, one replica
+    assert resolved(tmp_path).kv_budget_tokens == need
+    assert resolved(tmp_path, "cluster.ranks=5").kv_budget_tokens == need // 4
+    assert resolved(tmp_path, memory_bytes=64 * 2**30).kv_budget_tokens == need
+    # hidden 64, 2 layers, 4 heads and 2 kv heads of 16, feed-forward 192, 512 words:
+    parameters = 2 * (64 * 16 * 2 * (4 + 2) + 3 * 64 * 192) + 512 * 64
+    kv_bytes = 2 * 2 * 2 * 16 * 4
+    # two ranks share 20 MB, 80 % usable; the rollout rank holds the weights in float32
+    room = int((0.8 * 10_000_000 - 4 * parameters) // kv_bytes)
+    assert resolved(tmp_path, memory_bytes=20_000_000).kv_budget_tokens == room < need
+    assert "memory holds" in refusal(tmp_path, memory_bytes=1_000_000)
+
+
+def test_precision_and_its_alarm_follow_the_device(tmp_path: Path) -> None:
+    on_cpu, on_gpu = resolved(tmp_path), resolved(tmp_path, device="cuda")
+    assert (on_cpu.config.train.dtype, on_cpu.settings.logprob_gap_alarm) == ("float32", 1e-4)
+    assert (on_gpu.config.train.dtype, on_gpu.settings.logprob_gap_alarm) == ("bfloat16", 2e-2)
+
+
+# -------------------------------------------------------------------- options without effect (I12)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "command", "keys"),
+    [
+        ([], "train", []),
+        (["schedule.strategy=sync", "schedule.max_staleness=0"], "train", []),
+        (["schedule.strategy=sync", "cluster.ranks=4", "cluster.rollout_ranks=2"], "train", ["cluster.rollout_ranks"]),
+        (["algorithm.kl_coef=0", "cluster.reference_ranks=1"], "train", ["cluster.reference_ranks"]),
+        (["warmup.demos=0", "warmup.updates=10"], "train", ["warmup.updates"]),
+        (["warmup.updates=0", "warmup.demos=10"], "train", ["warmup.demos"]),
+        (["env.isolation=async", "env.workers=2"], "train", ["env.workers"]),
+        (["env.wait={median_s: 1, sigma: 1, tail_s: [1, 2]}"], "train", ["env.wait.tail_s"]),
+        (["eval.prompts=0", "eval.temperature=0.5"], "train", ["eval.temperature"]),
+        (["sim.workload_seed=4"], "train", ["sim.workload_seed"]),
+        (["sim.workload_seed=4"], "sim", []),
+        (["train.lr=1e-4"], "sim", ["train.lr"]),
+    ],
+)
+def test_an_option_that_changes_nothing_is_said(
+    tmp_path: Path, overrides: list[str], command: str, keys: list[str]
+) -> None:
+    assert [item.key for item in resolved(tmp_path, *overrides, command=command).no_effect] == keys
+
+
+def test_the_shared_file_may_hold_what_a_simulation_ignores(tmp_path: Path) -> None:
+    assert resolved(tmp_path, command="sim").no_effect == ()
+
+
+# -------------------------------------------------------------------------------- dry run
+
+
+CHANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "seed": st.integers(0, 2**40),
+        "run": st.text(min_size=1, max_size=8),
+        "train.lr": st.floats(1e-8, 1.0),
+        "train.updates": st.integers(1, 10_000),
+        "env.name": st.text(min_size=1, max_size=8),
+        "env.options": st.dictionaries(
+            st.text(max_size=6),
+            st.recursive(
+                st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6),
+                lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+                max_leaves=5,
+            ),
+            max_size=3,
+        ),
+        "env.slots": st.integers(1, 999),
+        "env.wait": st.just("none")
+        | st.fixed_dictionaries(
+            {"median_s": st.floats(1e-3, 9.0), "sigma": st.floats(0, 2), "tail_s": st.just([1, 2])}
+        ),
+        "schedule.strategy": st.sampled_from(["sync", "areal"]),
+        "schedule.max_staleness": st.integers(0, 5),
+        "algorithm.kl_coef": st.sampled_from([0.0, 0.01]),
+        "cluster.ranks": st.integers(1, 9),
+        "eval.prompts": st.integers(0, 300),
+    },
+)
+
+
+@given(changes=CHANGES, command=st.sampled_from(["train", "sim"]))
+def test_the_dry_run_is_a_file_that_gives_the_same_run(
+    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], command: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("dry")
+    first = resolve(
+        load_config(write(folder), [f"{key}={flow(value)}" for key, value in changes.items()]), command=command
+    )
+    again = resolve(load_config(write(folder, render_dry_run(first))), command=command)
+    assert again.config == first.config
+    assert again.settings == first.settings and again.layout == first.layout
+    assert render_dry_run(again).count("# file") > 0
+
+
+def test_the_dry_run_gives_every_key_with_its_origin(tmp_path: Path) -> None:
+    text = render_dry_run(resolved(tmp_path, "train.updates=7", "schedule.strategy=sync"))
+    origins = {line.split("#")[0].strip(): line.split("#")[1].strip() for line in text.splitlines() if "  # " in line}
+    assert origins["updates: 7"] == "-o"
+    assert origins["hidden: 64"] == "file"
+    assert origins["loss: grpo"] == "strategy"
+    assert origins["slots: 64"] == "default (auto)"
+    assert origins["group_size: 8"] == "default"
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_written_so_that_it_reads_back_as_that_text(text: str) -> None:
+    assert parse(flow(text), where="text").values == text
+    assert parse(flow({text: [text, None]}), where="text").values == {text: [text, None]}
+
+
+def test_dump_is_plain_data_that_validates_again(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "env.wait={median_s: 1, sigma: 1, tail_fraction: 0.5, tail_s: [1, 2]}")
+    text = json.dumps(dump(loaded.config))
+    assert load(tmp_path, text=text).config == loaded.config
+
+
+@pytest.mark.parametrize("name", ["builtin", "babyai"])
+@pytest.mark.parametrize("command", ["train", "sim"])
+def test_the_examples_resolve_without_a_word_of_complaint(name: str, command: Any) -> None:
+    path = Path(__file__).parents[2] / "examples" / f"{name}.yaml"
+    run = resolve(load_config(path), command=command, memory_bytes=8 * 2**30)
+    assert run.no_effect == ()
+    assert (run.config.env.name, run.settings.evaluation.prompts >= 100) == (name, True)

@@ -1,0 +1,122 @@
+"""The KV book of a replica: I4, least-recently-used order, and reuse of equal ids under an equal version only."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiderl.data.errors import InvariantViolation
+from tiderl.data.records import TaskKey
+from tiderl.engines.residency import HeldKv, Residency
+
+
+def task(number: int) -> TaskKey:
+    return TaskKey("train", number, 0)
+
+
+def held(tokens: int, version: int = 0) -> HeldKv:
+    return HeldKv(np.arange(tokens, dtype=np.int32), version, None)
+
+
+def book_holding(*tokens: int, budget_tokens: int = 100) -> Residency:
+    """Tasks 0, 1, … hold these many tokens, task 0 the least recently used."""
+    book = Residency(budget_tokens)
+    for number, count in enumerate(tokens):
+        book.reserve(task(number), count)
+        book.settle(task(number), held(count))
+    return book
+
+
+def test_the_least_recently_used_is_evicted_first_and_no_more_than_needed() -> None:
+    book = book_holding(30, 30, 30)
+    book.touch(task(0))
+    book.reserve(task(9), 35)  # 10 free: one eviction of 30 is enough
+    assert list(book.held()) == [task(2), task(0)]
+    assert book.committed_tokens == 95
+
+
+def test_own_kv_is_handed_over_and_counted_once() -> None:
+    book = book_holding(40, 50)
+    own = book.reserve(task(0), 50)
+    assert own is not None and own.tokens == 40
+    assert book.committed_tokens == 100
+    assert list(book.held()) == [task(1)]
+
+
+def test_running_turns_are_never_evicted() -> None:
+    book = Residency(100)
+    book.reserve(task(0), 60)
+    assert book.fits(40) and not book.fits(41)
+    with pytest.raises(InvariantViolation):
+        book.reserve(task(1), 41)
+
+
+def test_a_reservation_is_freed_exactly_once() -> None:
+    book = Residency(100)
+    book.reserve(task(0), 60)
+    with pytest.raises(InvariantViolation):
+        book.reserve(task(0), 10)
+    book.settle(task(0), None)
+    with pytest.raises(InvariantViolation):
+        book.settle(task(0), None)
+    assert book.committed_tokens == 0
+
+
+def test_a_turn_cannot_hold_more_than_it_reserved() -> None:
+    book = Residency(100)
+    book.reserve(task(0), 5)
+    with pytest.raises(InvariantViolation):
+        book.settle(task(0), held(6))
+
+
+@pytest.mark.parametrize(
+    ("ids", "version", "usable"),
+    [([0, 1, 2, 3, 9], 0, 4), ([0, 1, 7], 0, 2), ([5, 1, 2, 3], 0, 0), ([0, 1], 0, 2), ([0, 1, 2, 3], 1, 0)],
+)
+def test_kv_is_usable_for_the_common_prefix_of_its_own_version(ids: list[int], version: int, usable: int) -> None:
+    assert held(4).usable_tokens(np.array(ids, dtype=np.int32), version) == usable
+
+
+class OverbookingResidency(Residency):
+    """Mutant for I4: forgets what running turns reserved."""
+
+    def fits(self, tokens: int) -> bool:
+        return tokens <= self.budget_tokens
+
+    def reserve(self, task: TaskKey, tokens: int) -> HeldKv | None:
+        if tokens + self.committed_tokens > self.budget_tokens:
+            self.drop_all_held()
+        self._reserved[task] = tokens
+        self._reserved_tokens += tokens
+        return self._pop(task)
+
+
+def committed_stays_within_budget(book: Residency, operations: list[tuple[int, int]]) -> bool:
+    """Start (odd visits: end) turns as a replica would; compare the running sums with a recount each time."""
+    running: dict[int, int] = {}
+    for number, tokens in operations:
+        if number in running:
+            book.settle(task(number), held(running.pop(number)))
+        elif book.fits(tokens):
+            book.reserve(task(number), tokens)
+            running[number] = tokens
+        recount = sum(running.values()) + sum(book.held().values())
+        assert recount == book.committed_tokens
+        if recount > book.budget_tokens:
+            return False
+    return True
+
+
+OPERATIONS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60)), max_size=40)
+
+
+@settings(deadline=None, derandomize=True)
+@given(OPERATIONS)
+def test_committed_never_exceeds_the_budget(operations: list[tuple[int, int]]) -> None:
+    assert committed_stays_within_budget(Residency(100), operations)
+
+
+def test_the_budget_test_catches_overbooking() -> None:
+    assert not committed_stays_within_budget(OverbookingResidency(100), [(0, 60), (1, 60)])

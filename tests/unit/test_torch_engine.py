@@ -1,0 +1,411 @@
+"""The embedded engine equals an unbatched Hugging Face forward, whatever is interleaved; and what bad input gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from support.engine_core_suite import drain, run
+from support.tiny_models import (
+    FAMILIES,
+    MAX_CONTEXT_TOKENS,
+    VOCAB_SIZE,
+    check_against_oracle,
+    engine_settings,
+    folder,
+    model_settings,
+    oracle_logprobs,
+    replace,
+    state,
+    task,
+    turn,
+    weights,
+    write_weights,
+)
+from tiderl.data.errors import CheckpointError, ConfigurationError, InvariantViolation
+from tiderl.data.records import TaskKey, WeightHandle
+from tiderl.data.turns import Turn, TurnFailure, TurnResult
+from tiderl.engines.residency import HeldKv
+from tiderl.engines.torch_engine import TorchEngine, build, staying_in_place
+
+TASKS = 5
+VERSIONS = 3
+SMALL = {"kv_budget_tokens": 70, "max_batch": 3, "prefill_tokens_per_step": 12}
+
+
+class Driver:
+    """Plays a drawn interleaving against an engine and checks every result against the oracle."""
+
+    def __init__(self, family: str, make: Callable[..., TorchEngine] = build) -> None:
+        self.family = family
+        self.engine = make(engine_settings(family, **SMALL))
+        self.rng = np.random.default_rng(0)
+        self.histories: dict[int, list[int]] = {}
+        self.turns: dict[tuple[TaskKey, int], Turn] = {}  # asked and not yet answered
+        self.asked = 0
+        self.version = 0
+        self.engine.load_weights(weights(family, 0))
+
+    def add(self, number: int, new_ids: int, max_new_tokens: int, temperature: float, fork: bool) -> None:
+        if any(key == task(number) for key, _ in self.turns):
+            return
+        history = self.histories.get(number, [])
+        if fork or len(history) + new_ids + max_new_tokens > MAX_CONTEXT_TOKENS:
+            history = history[: len(history) // 2]
+        context = [*history, *self.rng.integers(0, VOCAB_SIZE, new_ids).tolist()]
+        one = turn(
+            number,
+            context,
+            max_new_tokens,
+            at=self.asked,
+            temperature=temperature,
+            stop_ids=(1, 2, 3),
+            priority=float(new_ids % 3),
+            retain=new_ids % 5 != 0,
+        )
+        self.asked += 1
+        self.turns[one.task, one.turn] = one
+        self.engine.add(one)
+
+    def abort(self, number: int) -> None:
+        for key, at in list(self.turns):
+            if key == task(number):
+                self.take(self.engine.abort(key, at))
+
+    def load(self) -> None:
+        self.version += 1
+        handle = weights(self.family, self.version % VERSIONS)
+        self.engine.load_weights(handle)
+
+    def take(self, result: TurnResult | TurnFailure | None) -> None:
+        assert isinstance(result, TurnResult)
+        one = self.turns.pop((result.task, result.turn))
+        check_against_oracle(self.family, one, result)
+        assert result.cached_tokens < len(one.ids)
+        if result.finish_reason == "stop":
+            assert result.ids[-1] in one.sampling.stop_ids
+        assert not set(result.ids[:-1].tolist()) & set(one.sampling.stop_ids)
+        self.histories[one.task.prompt_id] = [*one.ids.tolist(), *result.ids.tolist()]
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            for outcome in self.engine.step():
+                self.take(outcome)
+            stats = self.engine.stats()
+            assert stats.resident_tokens <= stats.budget_tokens
+            assert stats.running <= SMALL["max_batch"]
+
+    def finish(self) -> None:
+        self.engine.resume()
+        for outcome in drain(self.engine):
+            self.take(outcome)
+        assert not self.turns
+
+
+NUMBERS = st.integers(0, TASKS - 1)
+ADDS = st.tuples(
+    st.just("add"),
+    NUMBERS,
+    st.integers(1, 16),
+    st.sampled_from([0, 1, 2, 3, 6]),
+    st.sampled_from([0.0, 0.7, 1.0, 1.5]),
+    st.sampled_from([False, False, False, True]),
+)
+STEPS = st.tuples(st.just("step"), st.integers(1, 10))
+RARE = st.one_of(
+    st.tuples(st.just("abort"), NUMBERS),
+    st.tuples(st.sampled_from(["release", "retain"]), NUMBERS),
+    st.tuples(st.sampled_from(["keep", "resume"])),
+    st.tuples(st.just("load")),
+)
+OPERATIONS = st.lists(st.one_of(ADDS, STEPS, ADDS, STEPS, ADDS, RARE), min_size=15, max_size=60)
+
+
+def play(driver: Driver, operations: list[tuple]) -> None:  # type: ignore[type-arg]
+    for name, *arguments in operations:
+        if name in ("release", "retain"):
+            getattr(driver.engine, name)(task(*arguments))
+        elif name == "keep":
+            driver.engine.pause("keep")
+        elif name == "resume":
+            driver.engine.resume()
+        else:
+            getattr(driver, name)(*arguments)
+    driver.finish()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(deadline=None, max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(operations=OPERATIONS)
+def test_any_interleaving_equals_an_unbatched_forward(family: str, operations: list[tuple]) -> None:  # type: ignore[type-arg]
+    play(Driver(family), operations)
+
+
+def long_run(seed: int, operations: int = 150) -> list[tuple]:  # type: ignore[type-arg]
+    """Mostly turns and steps, so that tasks get old and keep KV; rarely what disturbs them."""
+    rng = np.random.default_rng(seed)
+    drawn: list[tuple] = []  # type: ignore[type-arg]
+    for kind in rng.choice(["add", "step", "abort", "load", "retain", "release", "keep"], operations, p=LONG_RUN_MIX):
+        number = int(rng.integers(TASKS))
+        if kind == "add":
+            new_ids, new_tokens = int(rng.integers(1, 9)), int(rng.choice([0, 1, 2, 3, 6]))
+            drawn.append((kind, number, new_ids, new_tokens, float(rng.choice([0.0, 0.7, 1.0, 1.5])), rng.random() < 0.05))
+        elif kind == "step":
+            drawn.append((kind, int(rng.integers(1, 8))))
+        elif kind == "keep":
+            drawn += [("keep",), ("step", 2), ("resume",)]
+        else:
+            drawn.append((kind,) if kind == "load" else (kind, number))
+    return drawn
+
+
+LONG_RUN_MIX = [0.56, 0.3, 0.03, 0.02, 0.03, 0.03, 0.03]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_long_runs_equal_an_unbatched_forward(family: str, seed: int) -> None:
+    driver = Driver(family)
+    play(driver, long_run(seed))
+    assert driver.engine.stats().cached_tokens > 0
+
+
+class StaleKvEngine(TorchEngine):
+    """Mutant for I6: goes on with the KV of the old weights."""
+
+    def load_weights(self, handle: WeightHandle) -> None:
+        self._model.load(handle.path)
+        self._version = handle.version
+
+
+def test_the_oracle_catches_kv_of_old_weights() -> None:
+    driver = Driver("qwen3", StaleKvEngine)
+    driver.add(0, 12, 6, 1.0, False)
+    driver.step()
+    driver.load()
+    with pytest.raises(AssertionError):
+        driver.finish()
+
+
+def test_the_oracle_catches_kv_of_other_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mutant for I8: held KV is taken for the new context without comparing the ids."""
+    monkeypatch.setattr(HeldKv, "usable_tokens", lambda held, ids, version: min(held.tokens, len(ids)))
+    driver = Driver("qwen3")
+    driver.add(0, 12, 6, 1.0, False)
+    driver.finish()
+    driver.histories[0] = [(token + 1) % VOCAB_SIZE for token in driver.histories[0]]
+    driver.add(0, 3, 6, 1.0, False)
+    with pytest.raises(AssertionError):
+        driver.finish()
+
+
+def ready(**changes: object) -> TorchEngine:
+    engine = build(engine_settings(**changes))
+    engine.load_weights(weights())
+    return engine
+
+
+def test_an_evicted_task_is_recomputed_and_equal() -> None:
+    engine = ready(kv_budget_tokens=30)
+    first = turn(0, range(2, 14), 4)
+    (before,) = run(engine, first)
+    (other,) = run(engine, turn(1, range(20, 34), 4))  # 16 + 18 > 30: evicts task 0
+    assert engine.stats().holders == (str(task(1)),)
+    again = turn(0, [*first.ids, *before.ids, 40], 4, at=1)
+    (after,) = run(engine, again)
+    assert after.cached_tokens == 0
+    check_against_oracle("qwen3", again, after)
+    assert len(other.ids) == 4
+
+
+def test_a_retained_task_prefills_only_what_is_new() -> None:
+    engine = ready()
+    (first,) = run(engine, turn(0, range(2, 22), 4))
+    prefilled = engine.stats().prefilled_tokens
+    assert prefilled == 20
+    (second,) = run(engine, turn(0, [*range(2, 22), *first.ids, 40, 41], 4, at=1))
+    # All of the old context but the last token, which was sampled and never fed back.
+    assert second.cached_tokens == 23
+    assert engine.stats().prefilled_tokens - prefilled == 3
+
+
+def test_a_long_context_is_prefilled_in_chunks_while_others_decode() -> None:
+    engine = ready(prefill_tokens_per_step=8)
+    engine.add(turn(0, [5, 6], 12))
+    engine.step()
+    engine.add(turn(1, range(2, 32), 1))  # 30 tokens: 4 chunks
+    generated = []
+    while engine.stats().running + engine.stats().waiting == 2:
+        before = engine.stats()
+        engine.step()
+        generated.append(engine.stats().generated_tokens - before.generated_tokens)
+        assert engine.stats().prefilled_tokens - before.prefilled_tokens <= 8
+    assert generated == [1, 1, 1, 2]
+
+
+def test_an_abort_in_the_middle_of_a_prefill_keeps_what_was_computed() -> None:
+    engine = ready(prefill_tokens_per_step=8)
+    one = turn(0, range(2, 32), 4)
+    engine.add(one)
+    engine.step()
+    aborted = engine.abort(task(0), 0)
+    assert aborted is not None and len(aborted.ids) == 0
+    assert engine.stats().resident_tokens == 8
+    again = turn(0, one.ids, 4, at=1)
+    (result,) = run(engine, again)
+    assert result.cached_tokens == 8
+    check_against_oracle("qwen3", again, result)
+
+
+def test_one_long_and_many_short_turns_are_all_right() -> None:
+    engine = ready(kv_budget_tokens=600, max_batch=40, prefill_tokens_per_step=64)
+    turns = [turn(0, range(2, 42), 8), *(turn(n, [n + 1, 9], 8) for n in range(1, 30))]
+    for one, result in zip(turns, run(engine, *turns), strict=True):
+        check_against_oracle("qwen3", one, result)
+
+
+def test_seconds_are_of_the_clock_and_in_order() -> None:
+    ticks = iter(range(1000))
+    engine = TorchEngine(engine_settings(), clock=lambda: float(next(ticks)))
+    engine.load_weights(weights())
+    (result,) = run(engine, turn(0, [4, 5], 3))
+    assert result.queued_s > 0 and result.prefill_s > 0 and result.decode_s > 0
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize("ids", [[], [VOCAB_SIZE], [-1]])
+def test_ids_outside_the_vocabulary_are_refused(ids: list[int]) -> None:
+    with pytest.raises(InvariantViolation, match="turn 0 of train/0"):
+        ready().add(turn(0, ids))
+
+
+def test_nan_logits_fail_only_their_own_turn_and_name_it() -> None:
+    poisoned = state("llama", 0)  # its head is not tied, so only a turn that reads token 60 meets the NaN
+    poisoned["model.embed_tokens.weight"][60] = float("nan")
+    engine = build(engine_settings("llama", max_batch=2))
+    engine.load_weights(write_weights(poisoned, "poisoned", 0))
+    bad, good = turn(0, [5, 60, 7], 4), turn(1, [5, 6, 7, 8], 4, stop_ids=(60,))
+    engine.add(bad)
+    engine.add(good)
+    outcomes = {outcome.task: outcome for outcome in drain(engine)}
+    failure, fine = outcomes[task(0)], outcomes[task(1)]
+    assert isinstance(failure, TurnFailure) and isinstance(fine, TurnResult)
+    assert failure.error == "numerical" and "turn 0 of train/0.0#0" in failure.what
+    check_against_oracle("llama", good, fine)
+    # The rows' next owners read nothing of what the failed turn left there.
+    again = [turn(n, [5, 6], 4, at=1, stop_ids=(60,)) for n in (0, 2)]
+    for one, result in zip(again, run(engine, *again), strict=True):
+        check_against_oracle("llama", one, result)
+
+
+def _renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.replace("layers.0", "layers.7"): tensor for name, tensor in tensors.items()}
+
+
+def _reshaped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return tensors | {"model.norm.weight": torch.ones(33)}
+
+
+@pytest.mark.parametrize("broken", [_renamed, _reshaped], ids=["other names", "other shape"])
+def test_weights_of_another_model_change_nothing(broken: Callable[..., dict[str, torch.Tensor]]) -> None:
+    engine = ready()
+    handle = write_weights(broken(state("qwen3", 1)), broken.__name__, 1)
+    with pytest.raises(CheckpointError, match=r"another model|has shape"):
+        engine.load_weights(handle)
+    one = turn(0, [4, 5, 6])
+    (result,) = run(engine, one)
+    assert result.versions.tolist() == [0] * 4
+    check_against_oracle("qwen3", one, result)
+
+
+def test_missing_or_damaged_weights_are_a_typed_error() -> None:
+    engine = ready()
+    damaged = folder() / "damaged.safetensors"
+    damaged.write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00nonsense")
+    for path in (folder() / "nowhere.safetensors", damaged):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            engine.load_weights(WeightHandle(1, str(path), 0))
+    assert engine.stats().version == 0
+
+
+@pytest.mark.parametrize("kept", ["lm_head.weight", "both"])
+def test_a_tied_head_may_be_in_the_file(kept: str) -> None:
+    tensors = state("qwen3", 0)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if kept != "both":
+        del tensors["model.embed_tokens.weight"]
+    engine = build(engine_settings())
+    engine.load_weights(write_weights(tensors, f"tied-{kept}", 0))
+    one = turn(0, [4, 5, 6])
+    (result,) = run(engine, one)
+    check_against_oracle("qwen3", one, result)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"path": "/nowhere"}, "no Hugging Face model folder"),
+        ({"dtype": "int4"}, "dtype"),
+        ({"heads": 3}, "do not fit together"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        build(engine_settings(model=replace(model_settings(), **changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "cannot run a 'gpt2'"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding-window"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"max_position_embeddings": 16}, "16 positions"),
+    ],
+    ids=["family", "window", "rope", "positions"],
+)
+def test_an_architecture_that_the_cache_cannot_serve_is_refused(changes: dict[str, object], message: str) -> None:
+    from transformers import AutoConfig
+
+    changes = dict(changes)
+    family = str(changes.pop("model_type", "qwen2"))
+    path = folder() / f"refused-{abs(hash(message))}"
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    AutoConfig.for_model(family, **sizes, **changes).save_pretrained(path)
+    with pytest.raises(ConfigurationError, match=message):
+        build(engine_settings(model=replace(model_settings(), path=str(path))))
+
+
+def test_an_unknown_kv_policy_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="ctb"):
+        build(engine_settings(kv_policy="ctb"))
+
+
+def test_close_is_idempotent_and_leaves_no_work() -> None:
+    engine = ready()
+    engine.add(turn(0, [4, 5]))
+    engine.step()
+    engine.close()
+    engine.close()
+    assert not engine.has_work() and engine.step() == []
+    assert engine.stats().resident_tokens == 0
+
+
+def test_rows_that_stay_move_as_little_as_possible() -> None:
+    assert staying_in_place([0, 2, 4, 5]) == [0, 5, 2, 4]
+    assert staying_in_place([0, 1]) == [0, 1]
+    assert staying_in_place([3]) == [3]
+    assert staying_in_place([]) == []
+
+
+def test_the_oracle_is_causal() -> None:
+    """The oracle's own sanity: what follows later does not change an earlier row."""
+    short, long = oracle_logprobs("qwen3", 0, [4, 5, 6], 1.0), oracle_logprobs("qwen3", 0, [4, 5, 6, 9], 1.0)
+    np.testing.assert_allclose(short, long[:3], atol=1e-6)
