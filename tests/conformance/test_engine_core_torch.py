@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-
 from support.engine_core_suite import CHECKS, Make, Subject
 from support.tiny_models import FAMILIES, engine_settings, weights
+
 from tiderl.engines.torch_engine import build
 
 

@@ -1,13 +1,17 @@
-"""The simulated cluster keeps what every cluster promises, in virtual time."""
+"""The simulated ports keep what every implementation promises, in virtual time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+from support import environments_suite
 from support.ports_suite import PROMISES, Promise, Subject, check, name_of
 
 from tiderl.cost import cost_model
 from tiderl.data.settings import EngineSettings, ModelSettings, WorkloadProfile
 from tiderl.sim.cluster import SimCluster
+from tiderl.sim.environments import SimEnvironments
 from tiderl.sim.loop import run_virtual
 from tiderl.sim.workload import Workload
 
@@ -30,10 +34,13 @@ LAYOUTS = {
 }
 
 
+def workload() -> Workload:
+    return Workload(0, PROFILE, max_turns=16, max_context_tokens=128, max_new_tokens_per_turn=8)
+
+
 def subject(layout: str) -> Subject:
-    workload = Workload(0, PROFILE, max_turns=16, max_context_tokens=128, max_new_tokens_per_turn=8)
     settings = EngineSettings(MODEL, kv_budget_tokens=512)
-    cluster = SimCluster(LAYOUTS[layout], 1, cost_model("this-cpu", MODEL), workload, settings)
+    cluster = SimCluster(LAYOUTS[layout], 1, cost_model("this-cpu", MODEL), workload(), settings)
     return Subject(cluster, vocab_size=64, max_context_tokens=128)
 
 
@@ -41,3 +48,11 @@ def subject(layout: str) -> Subject:
 @pytest.mark.parametrize("promise", PROMISES, ids=name_of)
 def test_simulated_cluster(promise: Promise, layout: str) -> None:
     run_virtual(lambda: check(lambda: subject(layout), promise))
+
+
+@pytest.mark.parametrize("promise", environments_suite.CHECKS, ids=lambda check: check.__name__)
+def test_simulated_environments(promise: Callable[..., None]) -> None:
+    def make(slots: int) -> SimEnvironments:
+        return SimEnvironments(workload(), slots=slots, deadline_s=30.0, eval_prompts=10)
+
+    run_virtual(lambda: promise(make))

@@ -42,9 +42,7 @@ def key(task: int) -> TaskKey:
     return TaskKey("train", task, 0)
 
 
-def turn_of(
-    task: int, turn: int, context: int, max_new: int, *, priority: float = 0.0, retain: bool = True
-) -> Turn:
+def turn_of(task: int, turn: int, context: int, max_new: int, *, priority: float = 0.0, retain: bool = True) -> Turn:
     ids = np.broadcast_to(np.int32(0), (context,))
     return Turn(key(task), turn, ids, Sampling(1.0, max_new, ()), 10_000, priority=priority, retain=retain)
 
@@ -77,9 +75,7 @@ def simulate(script: Script) -> dict[tuple[int, int], Got]:
 
     async def main() -> None:
         says = {(i, j): turn.says for i, task in enumerate(script.tasks) for j, turn in enumerate(task.turns)}
-        engine = engine_of(
-            says, budget=script.kv_budget, max_batch=script.max_batch, chunk=script.prefill_per_step
-        )
+        engine = engine_of(says, budget=script.kv_budget, max_batch=script.max_batch, chunk=script.prefill_per_step)
         loop = asyncio.get_running_loop()
 
         async def until(moment: float) -> None:
@@ -93,9 +89,7 @@ def simulate(script: Script) -> dict[tuple[int, int], Got]:
             context = 0
             for index, turn in enumerate(spec.turns):
                 context += turn.new_context
-                asked = turn_of(
-                    number, index, context, turn.max_new, priority=spec.priority, retain=spec.retain
-                )
+                asked = turn_of(number, index, context, turn.max_new, priority=spec.priority, retain=spec.retain)
                 result = await engine.generate(asked)
                 got[number, index] = got_of(result, loop.time())
                 context += len(result.ids)
@@ -219,9 +213,7 @@ def test_interrupted_turn_says_the_rest_when_it_goes_on() -> None:
         await asyncio.sleep(0.1)
         await engine.abort(key(0), 0)
         first = await running
-        second = await engine.generate(
-            turn_of(0, 0, context=10 + len(first.ids), max_new=50 - len(first.ids))
-        )
+        second = await engine.generate(turn_of(0, 0, context=10 + len(first.ids), max_new=50 - len(first.ids)))
         return len(first.ids), len(second.ids), second.finish_reason
 
     first, second, reason = run_virtual(main)

@@ -1,8 +1,8 @@
 """What may not appear in `schedule`, `runtime` and `sim`: wall clocks, threads, global randomness, unordered iteration.
 
-`violations(source)` reads one module's text with `ast`. Sets are recognised where they are written: literals, `set(...)`,
-set operators, `asyncio.all_tasks()`, and names or `self` attributes that the same function or class makes or annotates as
-sets. What only asks a set (`in`, `len`, `sorted`, `min`, `any`, …) is fine.
+`violations(source)` reads one module's text with `ast`. Sets are recognised where they are written: literals,
+`set(...)`, set operators, `asyncio.all_tasks()`, and names or `self` attributes that the same function or class makes
+or annotates as sets. What only asks a set (`in`, `len`, `sorted`, `min`, `any`, …) is fine.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ def violations(source: str, name: str = "<source>") -> list[str]:
 
 def _banned(node: ast.AST) -> list[tuple[int, str]]:
     if isinstance(node, ast.Import):
-        return [
-            (node.lineno, f"import {alias.name}") for alias in node.names if _is_banned_module(alias.name)
-        ]
+        return [(node.lineno, f"import {alias.name}") for alias in node.names if _is_banned_module(alias.name)]
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
         whole = [f"{node.module}.{alias.name}" for alias in node.names]
         if _is_banned_module(node.module) or BANNED_ATTRIBUTES & set(whole):
@@ -95,9 +93,7 @@ class _Sets(ast.NodeVisitor):
         fields = {
             f"self.{s.target.id}"
             for s in node.body
-            if isinstance(s, ast.AnnAssign)
-            and isinstance(s.target, ast.Name)
-            and _annotates_set(s.annotation)
+            if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name) and _annotates_set(s.annotation)
         }
         attributes = {name for name in self._made(node) if name.startswith("self.")}
         self._within(node, fields | attributes)
@@ -107,7 +103,7 @@ class _Sets(ast.NodeVisitor):
         arguments = {a.arg for a in every if a.annotation is not None and _annotates_set(a.annotation)}
         self._within(node, arguments | self._made(node))
 
-    visit_AsyncFunctionDef = visit_FunctionDef
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815 (ast's names)
 
     def _within(self, node: ast.AST, names: set[str]) -> None:
         outer, self.names = self.names, self.names | names
@@ -127,7 +123,7 @@ class _Sets(ast.NodeVisitor):
         self._flag(node.iter, "a loop over a set")
         self.generic_visit(node)
 
-    visit_AsyncFor = visit_For
+    visit_AsyncFor = visit_For  # noqa: N815
 
     def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.DictComp) -> None:
         if node not in self.order_free:
@@ -135,7 +131,7 @@ class _Sets(ast.NodeVisitor):
                 self._flag(generator.iter, "a comprehension over a set")
         self.generic_visit(node)
 
-    visit_ListComp = visit_GeneratorExp = visit_DictComp = _comprehension
+    visit_ListComp = visit_GeneratorExp = visit_DictComp = _comprehension  # noqa: N815
 
     def visit_Call(self, node: ast.Call) -> None:
         called = node.func.attr if isinstance(node.func, ast.Attribute) else _dotted(node.func)
@@ -174,9 +170,7 @@ class _Sets(ast.NodeVisitor):
             if called in ("set", "frozenset", "asyncio.all_tasks"):
                 return True
             return (
-                isinstance(node.func, ast.Attribute)
-                and node.func.attr in SET_METHODS
-                and self._is_set(node.func.value)
+                isinstance(node.func, ast.Attribute) and node.func.attr in SET_METHODS and self._is_set(node.func.value)
             )
         return False
 

@@ -1,4 +1,4 @@
-"""What every `EngineCore` promises, as checks over a factory. An implementation's test runs `CHECKS`, each on a fresh engine.
+"""What every `EngineCore` promises, as checks over a factory; an implementation's test runs `CHECKS`, each afresh.
 
 Only the port is used: nothing here knows how an engine computes, only what the runtime relies on.
 """
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-
 from support.tiny_models import task, turn
+
 from tiderl.data.errors import BudgetError, ConfigurationError, RequestTooLarge
 from tiderl.data.records import WeightHandle
 from tiderl.data.turns import Turn, TurnFailure, TurnResult
@@ -67,7 +67,11 @@ def check_every_turn_gets_one_result_of_its_length(make: Make) -> None:
     for n, result in enumerate(results):
         assert result.finish_reason == "length"
         assert len(result.ids) == len(result.logprobs) == len(result.versions) == 1 + n
-        assert (result.ids.dtype, result.logprobs.dtype, result.versions.dtype) == (np.int32, np.float32, np.int32)
+        assert (result.ids.dtype, result.logprobs.dtype, result.versions.dtype) == (
+            np.int32,
+            np.float32,
+            np.int32,
+        )
         assert (result.logprobs <= 0).all() and (result.versions == 0).all()
     assert engine.stats().running == engine.stats().waiting == 0
 

@@ -1,4 +1,4 @@
-"""A slow, obvious simulated engine: one iteration at a time, plain lists, no closed form. The oracle of `sim/engine.py`.
+"""A slow, obvious engine: one iteration at a time, plain lists, no closed form. The oracle of `sim/engine.py`.
 
 A `Script` says what tasks ask for and when; `play` returns what each turn got and when.
 """

@@ -100,7 +100,9 @@ def oracle(family: str, version: int) -> Any:
         model = AutoModelForCausalLM.from_config(config(family), attn_implementation="eager").eval()
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(WEIGHT_SCALE) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+                parameter.mul_(WEIGHT_SCALE) if parameter.dim() > 1 else parameter.add_(
+                    torch.randn_like(parameter) * 0.1
+                )
     return model
 
 

@@ -74,7 +74,7 @@ def test_a_planted_violation_is_found(name: str) -> None:
 
 
 HARMLESS = {
-    "virtual time": "import asyncio\nasync def f():\n    await asyncio.sleep(1)\n    return asyncio.get_running_loop().time()",
+    "virtual time": "import asyncio\nasync def f():\n    await asyncio.sleep(1)\n    asyncio.get_running_loop().time()",
     "named stream": "from tiderl.data.rng import stream\nx = stream(0, 'a').random()",
     "generator as a type": "import numpy as np\ndef f(g: np.random.Generator) -> float:\n    return g.random()",
     "sorted set": "for x in sorted({1, 2}):\n    print(x)",

@@ -18,7 +18,14 @@ LOGITS = torch.tensor([math.log(2.0), 0.0, float("-inf"), 0.0])
 
 @pytest.mark.parametrize(
     ("uniform", "token", "probability"),
-    [(0.0, 0, 0.5), (0.49, 0, 0.5), (0.51, 1, 0.25), (0.74, 1, 0.25), (0.76, 3, 0.25), (1.0 - 2.0**-40, 3, 0.25)],
+    [
+        (0.0, 0, 0.5),
+        (0.49, 0, 0.5),
+        (0.51, 1, 0.25),
+        (0.74, 1, 0.25),
+        (0.76, 3, 0.25),
+        (1.0 - 2.0**-40, 3, 0.25),
+    ],
 )
 def test_a_uniform_draws_by_the_cumulative_distribution(uniform: float, token: int, probability: float) -> None:
     ((drawn, logprob),) = sample(LOGITS[None], [1.0], [uniform])  # type: ignore[misc]
@@ -72,7 +79,14 @@ def sampling(**changes: object) -> Sampling:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"top_p": 0.99}, {"top_k": 1}, {"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}]
+    "changes",
+    [
+        {"top_p": 0.99},
+        {"top_k": 1},
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+    ],
 )
 def test_what_training_cannot_use_is_refused(changes: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError):

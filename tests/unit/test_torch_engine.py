@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from support.engine_core_suite import drain, run
 from support.tiny_models import (
     FAMILIES,
@@ -27,6 +26,7 @@ from support.tiny_models import (
     weights,
     write_weights,
 )
+
 from tiderl.data.errors import CheckpointError, ConfigurationError, InvariantViolation
 from tiderl.data.records import TaskKey, WeightHandle
 from tiderl.data.turns import Turn, TurnFailure, TurnResult
@@ -140,7 +140,7 @@ def play(driver: Driver, operations: list[tuple]) -> None:  # type: ignore[type-
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(deadline=None, max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=10, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(operations=OPERATIONS)
 def test_any_interleaving_equals_an_unbatched_forward(family: str, operations: list[tuple]) -> None:  # type: ignore[type-arg]
     play(Driver(family), operations)
@@ -154,7 +154,16 @@ def long_run(seed: int, operations: int = 150) -> list[tuple]:  # type: ignore[t
         number = int(rng.integers(TASKS))
         if kind == "add":
             new_ids, new_tokens = int(rng.integers(1, 9)), int(rng.choice([0, 1, 2, 3, 6]))
-            drawn.append((kind, number, new_ids, new_tokens, float(rng.choice([0.0, 0.7, 1.0, 1.5])), rng.random() < 0.05))
+            drawn.append(
+                (
+                    kind,
+                    number,
+                    new_ids,
+                    new_tokens,
+                    float(rng.choice([0.0, 0.7, 1.0, 1.5])),
+                    rng.random() < 0.05,
+                )
+            )
         elif kind == "step":
             drawn.append((kind, int(rng.integers(1, 8))))
         elif kind == "keep":
@@ -351,8 +360,9 @@ def test_a_tied_head_may_be_in_the_file(kept: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"path": "/nowhere"}, "no Hugging Face model folder"),
+        ({"path": "/nowhere"}, "no model configuration"),
         ({"dtype": "int4"}, "dtype"),
+        ({"device": "nonsense"}, "not usable"),
         ({"heads": 3}, "do not fit together"),
     ],
 )
@@ -366,10 +376,14 @@ def test_a_model_that_cannot_be_built_is_refused(changes: dict[str, object], mes
     [
         ({"model_type": "gpt2"}, "cannot run a 'gpt2'"),
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding-window"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope type 'dynamic'",
+        ),
         ({"max_position_embeddings": 16}, "16 positions"),
+        ({"vocab_size": 10}, "64 ids"),
     ],
-    ids=["family", "window", "rope", "positions"],
+    ids=["family", "window", "rope", "positions", "vocabulary"],
 )
 def test_an_architecture_that_the_cache_cannot_serve_is_refused(changes: dict[str, object], message: str) -> None:
     from transformers import AutoConfig
@@ -378,7 +392,7 @@ def test_an_architecture_that_the_cache_cannot_serve_is_refused(changes: dict[st
     family = str(changes.pop("model_type", "qwen2"))
     path = folder() / f"refused-{abs(hash(message))}"
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    AutoConfig.for_model(family, **sizes, **changes).save_pretrained(path)
+    AutoConfig.for_model(family, **(sizes | changes)).save_pretrained(path)
     with pytest.raises(ConfigurationError, match=message):
         build(engine_settings(model=replace(model_settings(), path=str(path))))
 

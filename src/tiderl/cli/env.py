@@ -27,6 +27,9 @@ Options = Annotated[
     typer.Option("-o", metavar="KEY=VALUE", help="Option of the environment, e.g. -o level=BabyAI-GoToLocal-v0."),
 ]
 
+MaxTurns = Annotated[int, typer.Option("--max-turns", min=1, help="As rollout.max_turns.")]
+PromptNumber = Annotated[int, typer.Option("--prompt", min=0, help="Which training prompt comes first.")]
+
 
 @app.command("list")
 def list_environments(as_json: AsJson = False) -> None:
@@ -48,6 +51,41 @@ def list_environments(as_json: AsJson = False) -> None:
         need = "" if installed[entry.name] else f"  (needs: pip install 'tiderl[{entry.extra}]')"
         print(f"{entry.name.ljust(width)}  {entry.summary}{need}")
     print("Your own: ./mine.py:Mine or package.module:Class; see tiderl env check --help.")
+
+
+@app.command("check")
+def check_environment(name: Name, option: Options = None, max_turns: MaxTurns = 16, as_json: AsJson = False) -> None:
+    """Try an environment against the protocol before a run is spent on it.
+
+    tiderl env check ./mine.py:Mine -o level=2
+
+    Exit code 1 if it breaks a promise.
+    """
+    from dataclasses import asdict
+
+    from tiderl.envs.check import check
+
+    report = check(name, parse_options(option or []), max_turns=max_turns)
+    if as_json:
+        findings = [asdict(finding) for finding in report.findings]
+        print_json({"name": name, "ok": report.ok, "findings": findings, "figures": dict(report.figures)})
+    else:
+        print("\n".join(report.lines()))
+        print(f"{name}: {'fit for training' if report.ok else 'breaks promises that training relies on'}")
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command("play")
+def play_environment(name: Name, option: Options = None, prompt: PromptNumber = 0) -> None:
+    """Play by hand what the agent will play.
+
+    tiderl env play builtin
+    """
+    from tiderl.envs.play import play
+
+    reward = play(name, parse_options(option or []), input, print, first_prompt=prompt)
+    print(f"reward in all: {reward:g}")
 
 
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:

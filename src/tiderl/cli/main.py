@@ -73,7 +73,7 @@ def execute(argv: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _say(KeyboardInterrupt("stopped"), "stopped", STOPPED)
     except CommandError as error:
-        return _say(error, _usage_text(error), BAD_USAGE)
+        return _bad_usage(error)
     except RunStopped as error:
         return _say(error, str(error), STOPPED)
     except ConfigurationError as error:
@@ -95,12 +95,15 @@ def _say(error: BaseException, text: str, code: int) -> int:
     return code
 
 
-def _usage_text(error: BaseException) -> str:
-    """A usage error with where to read on; help shown for want of arguments is printed as it is."""
+def _bad_usage(error: Exception) -> int:
+    """What is wrong and where to read on; the help itself where nothing was asked."""
     message = getattr(error, "format_message", lambda: str(error))()
+    if message.startswith("Usage:"):
+        print(message, file=sys.stderr)
+        return BAD_USAGE
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "tiderl"
-    return f"{message.rstrip('.')}\n  try: {command} --help"
+    return _say(error, f"{message.rstrip('.')}\n  try: {command} --help", BAD_USAGE)
 
 
 if __name__ == "__main__":

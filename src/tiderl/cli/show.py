@@ -5,8 +5,6 @@ Reads only, and also while the run goes on.
 
 from __future__ import annotations
 
-import asyncio
-import sqlite3
 from pathlib import Path
 from typing import Annotated
 
@@ -19,10 +17,11 @@ RunName = Annotated[
 ]
 Last = Annotated[int, typer.Option("--last", min=1, metavar="N", help="How many, the newest last.")]
 
-NEWEST = """
-select id, status, reason, update_no, sha256 from trajectories
-where sha256 is not null order by id desc limit ?
+FINISHED_NEWEST_FIRST = """
+select status, reason, update_no, sha256 from trajectories where sha256 is not null order by id desc
 """
+
+Row = tuple[str, str | None, int | None, str]
 
 
 def show(run: RunName, last: Last = 5) -> None:
@@ -30,30 +29,41 @@ def show(run: RunName, last: Last = 5) -> None:
 
     tiderl show runs/babyai-1 --last 3
     """
+    import asyncio
+
     from tiderl.observe.transcripts import transcript
     from tiderl.store.blobs import FileBlobs
     from tiderl.store.rundir import find
 
     directory = find(run)
     blobs = FileBlobs(directory.blobs)
-    shown = 0
-    for _, status, reason, update, sha256 in reversed(_newest(directory.journal, last)):
+    rows = _newest_kept(directory.journal, directory.blobs, last)
+    for status, reason, update, sha256 in reversed(rows):
         told = f"trained at update {update}" if update is not None else f"{status}{f': {reason}' if reason else ''}"
         print(transcript(asyncio.run(blobs.get(sha256)), status=told), end="\n\n")
-        shown += 1
-    if not shown:
+    if not rows:
         print("no trajectory has finished yet, or their payloads are no longer kept")
 
 
-def _newest(journal: Path, last: int) -> list[tuple[int, str, str | None, int | None, str]]:
-    """Rows of the newest `last` trajectories with a payload, newest first."""
+def _newest_kept(journal: Path, blobs: Path, last: int) -> list[Row]:
+    """The newest `last` trajectories whose payload is still there (those of durable updates may go), newest first."""
+    import sqlite3
+
+    from tiderl.store.blobs import blob_path
+
     if not journal.is_file():
         raise CheckpointError("there is no journal", where=str(journal))
+    rows: list[Row] = []
     try:
         connection = sqlite3.connect(f"{journal.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)
         try:
-            return connection.execute(NEWEST, (last,)).fetchall()
+            for row in connection.execute(FINISHED_NEWEST_FIRST):
+                if (blobs / blob_path(row[-1])).is_file():
+                    rows.append(row)
+                if len(rows) == last:
+                    break
         finally:
             connection.close()
     except sqlite3.Error as error:
         raise CheckpointError(f"cannot be read: {error}", where=str(journal)) from error
+    return rows

@@ -116,10 +116,15 @@ class ProcessLink:
 
 class ProcessCluster:
     """A `Cluster` of rank hosts. Their output goes to `log_dir/rank-N.log`; `report` gets a line when a
-    rank's turns wait and none can run."""
+    rank's turns wait and none can run; `restarts` is how often a rank is started again within ten minutes."""
 
     def __init__(
-        self, specs: Sequence[HostSpec], log_dir: Path | str | None, *, report: Callable[[str], None] | None = None
+        self,
+        specs: Sequence[HostSpec],
+        log_dir: Path | str | None,
+        *,
+        report: Callable[[str], None] | None = None,
+        restarts: int = RESTARTS,
     ) -> None:
         self.ranks = len(specs)
         folder = None if log_dir is None else Path(log_dir)
@@ -130,6 +135,7 @@ class ProcessCluster:
         self.engines, self.engine_ranks = layout.engines, layout.engine_ranks
         self.references, self.actors, self.update = layout.references, layout.actors, layout.update
         self._folder = folder
+        self._restarts = restarts
         self._changes: asyncio.Queue[RankChange | TideError] = asyncio.Queue()
         self._watching: list[asyncio.Task[None]] = []
 
@@ -176,7 +182,7 @@ class ProcessCluster:
                 deaths.append(loop.time())
                 while deaths[0] < loop.time() - RESTART_WINDOW_S:
                     deaths.popleft()
-                if len(deaths) > RESTARTS:
+                if len(deaths) > self._restarts:
                     self._changes.put_nowait(_hopeless(link, len(deaths), reason))
                     return
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (len(deaths) - 1))

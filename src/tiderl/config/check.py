@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tiderl.config.load import Loaded
-from tiderl.config.schema import SECTIONS
+from tiderl.config.load import Loaded, dump, leaves
+from tiderl.config.schema import Config
 from tiderl.schedule.strategy import Strategy
 
 SIM_ONLY = "sim."
 NOT_IN_SIM = frozenset(
     {
         *("model.tokenizer", "warmup.demos", "warmup.updates", "warmup.lr", "env.isolation", "env.workers"),
-        *("env.deadline_s", "rollout.temperature", "algorithm.advantage", "train.lr", "cluster.kind"),
-        *("eval.temperature", "checkpoint.every_updates", "checkpoint.keep"),
+        *("rollout.temperature", "algorithm.advantage", "train.lr", "cluster.kind", "eval.temperature"),
     }
 )
 """What virtual time does not model: a shared file may hold them, but one given by `-o` to `sim` is a mistake."""
@@ -59,26 +58,26 @@ def check_first_observation(loaded: Loaded, tokens: int) -> None:
 
 
 def without_effect(loaded: Loaded, strategy: Strategy, *, command: str) -> tuple[NoEffect, ...]:
-    """The options of the file and `-o` that this run ignores, in the file's order. `command`: `train` or `sim`."""
-    found = [NoEffect(key, reason) for key, reason in _ignored(loaded, strategy) if key in loaded.set_keys]
-    for key in sorted(loaded.set_keys):
-        if loaded.origins[key] != "-o":
-            continue
+    """The options, set and other than their default, that this run ignores, in the schema's order.
+
+    `command`: `train` or `sim`. A file serves both, so what only the other one reads is told of `-o` alone.
+    """
+    found = [NoEffect(key, reason) for key, reason in _ignored(loaded, strategy)]
+    for key in (key for key, origin in loaded.origins.items() if origin == "-o"):
         if command == "train" and key.startswith(SIM_ONLY):
             found.append(NoEffect(key, "it is read by `tiderl sim` only"))
         if command == "sim" and key in NOT_IN_SIM:
             found.append(NoEffect(key, "virtual time does not model it"))
+    default, given = dict(leaves(dump(Config()))), dict(leaves(dump(loaded.config)))
+    changed = [item for item in found if item.key in loaded.set_keys and given[item.key] != default.get(item.key)]
     order = list(loaded.origins)
-    return tuple(sorted(found, key=lambda item: order.index(item.key)))
+    return tuple(sorted(changed, key=lambda item: order.index(item.key)))
 
 
 def _ignored(loaded: Loaded, strategy: Strategy) -> Iterator[tuple[str, str]]:
     config = loaded.config
     fixed = strategy.max_staleness
-    if fixed is not None and config.schedule.max_staleness not in (
-        fixed,
-        _default("schedule", "max_staleness"),
-    ):
+    if fixed is not None and config.schedule.max_staleness != fixed:
         yield "schedule.max_staleness", f"the strategy {strategy.name} always runs at {fixed}"
     if strategy.all_ranks_generate and config.cluster.rollout_ranks not in ("auto", config.cluster.ranks):
         yield "cluster.rollout_ranks", f"under the strategy {strategy.name} all ranks generate"
@@ -90,18 +89,15 @@ def _ignored(loaded: Loaded, strategy: Strategy) -> Iterator[tuple[str, str]]:
         )
     if config.warmup.demos == 0 or config.warmup.updates == 0:
         zero = "demos" if config.warmup.demos == 0 else "updates"
-        rest = [key for key in ("demos", "updates", "lr") if key != zero and getattr(config.warmup, key) != 0]
-        yield from ((f"warmup.{key}", f"warmup.{zero} is 0") for key in rest)
-    if config.env.isolation != "pool" and config.env.workers != _default("env", "workers"):
+        yield from ((f"warmup.{key}", f"warmup.{zero} is 0") for key in ("demos", "updates", "lr") if key != zero)
+    if config.env.isolation != "pool":
         yield "env.workers", f"it counts for isolation pool, not {config.env.isolation}"
+    elif config.cluster.kind == "inline":
+        yield "env.workers", "with cluster.kind inline everything is in one process"
     if config.env.wait is not None and config.env.wait.tail_fraction == 0 and config.env.wait.tail_s != (0.0, 0.0):
         yield "env.wait.tail_s", "env.wait.tail_fraction is 0"
-    if config.eval.prompts == 0:
-        yield from ((f"eval.{key}", "eval.prompts is 0") for key in ("every_updates", "temperature"))
-
-
-def _default(section: str, key: str) -> object:
-    return SECTIONS[section].model_fields[key].default
+    if config.eval.every_updates == 0:
+        yield from ((f"eval.{key}", "eval.every_updates is 0") for key in ("prompts", "temperature"))
 
 
 def _check_model(loaded: Loaded) -> None:

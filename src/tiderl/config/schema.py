@@ -199,9 +199,8 @@ class EvalConfig(Section):
     """Held-out prompts, before the first update, every so often, and after the last."""
 
     every_updates: Count = 10
-    """0 = only before the first and after the last."""
-    prompts: Count = 200
     """0 = no evaluation at all."""
+    prompts: Positive = 200
     temperature: NonNegative = 1.0
     """0 = greedy."""
 

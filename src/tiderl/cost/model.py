@@ -52,7 +52,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, model: ModelSettings) -> ModelShape:
-        """The shape of a configured policy. Raises `ConfigurationError` for a folder without a readable `config.json`."""
+        """The shape of a configured policy. Raises `ConfigurationError` for a folder without `config.json`."""
         dtype_bytes = _DTYPE_BYTES.get(model.dtype)
         if dtype_bytes is None:
             raise ConfigurationError(

@@ -15,7 +15,7 @@ from tiderl.cost.model import CostModel, ModelShape
 TINY_PARAMETERS = 917_504
 SMALL_PARAMETERS = 5_767_168
 
-# (tiny, small), seconds. Decode: 925, 4,338, 8,590, 10,240 tokens/s at batch 1, 8, 32, 64 (tiny); 359, 1,384, 2,338, 2,615 (small).
+# (tiny, small), seconds. Decode, tokens/s at batch 1, 8, 32, 64: 925, 4,338, 8,590, 10,240; 359, 1,384, 2,338, 2,615.
 ITERATION_S = (1.04e-3, 2.52e-3)
 SEQUENCE_S = (6.2e-5, 2.9e-4)
 PREFILL_TOKEN_S = (1 / 21_000, 1 / 6_250)

@@ -6,7 +6,6 @@ Qwen3, Qwen2 and Llama with full attention; knows nothing of turns and budgets.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ class SlotModel:
         except ModuleNotFoundError as missing:
             raise MissingExtraError("transformers", "train", where="engines.torch") from missing
         transformers.AttentionInterface.register(ATTENTION, slot_attention)
-        self.device = torch.device(settings.device)
+        self.device = _device(settings.device)
         self.dtype = _dtype(settings.dtype)
         config = _config(settings)
         with torch.device("meta"):
@@ -44,6 +43,8 @@ class SlotModel:
         with torch.device(self.device):  # its tables are computed at construction, not loaded
             backbone.rotary_emb = type(backbone.rotary_emb)(config=config)
         model.tie_weights()
+        if self.dtype == torch.float32:
+            _fuse_norms(model)
         self._model = model.eval().requires_grad_(False)
         self.vocab_size = int(config.vocab_size)
         self._kv_heads = int(config.num_key_value_heads)
@@ -99,7 +100,8 @@ class SlotModel:
                     shape = tuple(file.get_slice(source).get_shape())
                     if shape != tuple(parameters[name].shape):
                         raise CheckpointError(
-                            f"{name} has shape {shape}, the model has {tuple(parameters[name].shape)}", where=path
+                            f"{name} has shape {shape}, the model has {tuple(parameters[name].shape)}",
+                            where=path,
                         )
                 for name, source in sources.items():
                     parameters[name].copy_(file.get_tensor(source))
@@ -120,6 +122,28 @@ class SlotModel:
         return sources
 
 
+def _fuse_norms(module: torch.nn.Module) -> None:
+    """Replace the family's RMS norms by torch's one-kernel norm over the same parameter names.
+
+    In float32 only: in half precision the families round before they multiply by the weight, torch after.
+    """
+    for name, child in module.named_children():
+        if hasattr(child, "variance_epsilon"):
+            weight = child.weight
+            norm = torch.nn.RMSNorm(weight.shape, eps=child.variance_epsilon, device=weight.device, dtype=weight.dtype)
+            setattr(module, name, norm)
+        else:
+            _fuse_norms(child)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA raises an AssertionError
+        reason = str(error).splitlines()[0]
+        raise ConfigurationError(f"device {name!r} is not usable: {reason}", where="rollout.engine torch") from error
+
+
 def _dtype(name: str) -> torch.dtype:
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in dtypes:
@@ -132,9 +156,14 @@ def _config(settings: ModelSettings) -> Any:
 
     if settings.path == "scratch":
         return AutoConfig.for_model(SCRATCH_MODEL_TYPE, **scratch_config(settings))
-    if not (Path(settings.path) / "config.json").is_file():
-        raise ConfigurationError(f"{settings.path!r} is no Hugging Face model folder", where="model.path")
-    config = AutoConfig.from_pretrained(settings.path, local_files_only=True)
+    try:
+        config = AutoConfig.from_pretrained(settings.path)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"no model configuration can be read: {str(error).splitlines()[0]}",
+            where=f"model.path {settings.path}",
+            hint="give 'scratch', a Hugging Face folder, or a hub id",
+        ) from error
     _check_supported(config, settings)
     return config
 
@@ -153,6 +182,11 @@ def _check_supported(config: Any, settings: ModelSettings) -> None:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in POSITION_ROPES:
         raise refuse(f"rope type {rope!r} depends on the length of the context", "its KV cannot be kept over turns")
+    if settings.vocab_size > config.vocab_size:
+        raise refuse(
+            f"the tokenizer has {settings.vocab_size} ids, the model only {config.vocab_size}",
+            "use the tokenizer that belongs to the model",
+        )
     if settings.max_context_tokens > config.max_position_embeddings:
         raise refuse(
             f"the model has {config.max_position_embeddings} positions, the context {settings.max_context_tokens}",

@@ -1,7 +1,7 @@
 """Who holds KV on a replica, in tokens: reservations of running turns and the KV of tasks that wait between turns.
 
 Keeps I4: reserved + held never exceeds the budget, and each reservation is freed exactly once, here and nowhere else.
-The policy is request-level LRU. Knows nothing of torch: the KV itself is an opaque object that is dropped with its entry.
+The policy is request-level LRU. Knows nothing of torch: the KV itself is an opaque object, dropped with its entry.
 """
 
 from __future__ import annotations

@@ -58,6 +58,4 @@ def sample(logits: Tensor, temperatures: list[float], uniforms: list[float]) -> 
         tokens = torch.where(greedy[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
     chosen = torch.where(greedy[:, None], 0.0, logprobs.gather(-1, tokens))
     packed = torch.cat([tokens.to(torch.float64), chosen.to(torch.float64), total], dim=1)  # one transfer a step
-    return [
-        (int(token), logprob) if np.isfinite(mass) else None for token, logprob, mass in packed.tolist()
-    ]
+    return [(int(token), logprob) if np.isfinite(mass) else None for token, logprob, mass in packed.tolist()]

@@ -23,7 +23,14 @@ class SlotCache:
     """
 
     def __init__(
-        self, *, layers: int, kv_heads: int, head_dim: int, max_rows: int, dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        max_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._max_rows = max_rows
         # Zeros, not empty: a masked position has weight 0, and 0 times a NaN of uninitialised memory is NaN.
@@ -45,8 +52,8 @@ class SlotCache:
     def select(self, first_row: int, positions: Tensor, last_position: int) -> Tensor:
         """Choose where the next forward writes and what it sees.
 
-        `positions` int64 [rows, width]: the KV positions of the tokens of rows `first_row`…; a repeated position is written
-        with equal values. Returns `visible`, bool [rows, width, window]: positions up to each token's own.
+        `positions` int64 [rows, width]: the KV positions of the tokens of rows `first_row`…; a repeated position is
+        written with equal values. Returns `visible`, bool [rows, width, window]: positions up to each token's own.
         """
         rows, width = positions.shape
         window = min(-(-(last_position + 1) // WINDOW_TOKENS) * WINDOW_TOKENS, self._store.shape[4])
@@ -56,7 +63,7 @@ class SlotCache:
         return torch.arange(window, device=positions.device) <= positions[:, :, None]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """transformers' cache call. In: [rows, kv_heads, width, head_dim]; out: views [rows, kv_heads, window, head_dim]."""
+        """transformers' cache call: takes [rows, kv_heads, width, head_dim], returns views over the whole window."""
         assert self._index is not None
         rows, window = self._selected
         at_rows, at_positions = self._index

@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching over a Hugging Face model, with task-level KV between turns.
 
-Keeps I4 (a turn starts only when all it may need fits), I6 (KV of another version is never used; every token carries its
-version) and I8 (KV is reused only for equal ids). Knows turns and tasks; nothing of trajectories, rewards or schedules.
+Keeps I4 (a turn starts only when all it may need fits), I6 (KV of another version is never used, every token carries
+its version) and I8 (KV is reused only for equal ids). Knows turns and tasks; nothing of trajectories or schedules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from tiderl.data.settings import EngineSettings
 from tiderl.data.turns import (
     EngineCapabilities,
     EngineStats,
-    FinishReason,
     PauseMode,
     Turn,
     TurnFailure,
@@ -54,10 +53,10 @@ def build(settings: EngineSettings) -> TorchEngine:
 class TorchEngine:
     """`EngineCore` over a Qwen3, Qwen2 or Llama model.
 
-    Running turns sit in rows 0… of the slot cache. Rows [0, decoding) need one token a step; the rows behind them, in order
-    of admission, still have context to prefill. One step decodes the former and prefills up to `prefill_tokens_per_step`
-    padded tokens of the latter, whose first token is sampled in the same step; only a context longer than that is cut
-    into chunks.
+    Running turns sit in rows 0… of the slot cache. Rows [0, decoding) need one token a step; the rows behind them, in
+    order of admission, still have context to prefill. One step decodes the former and prefills up to
+    `prefill_tokens_per_step` padded tokens of the latter, whose first token is sampled in the same step; only a context
+    longer than that is cut into chunks.
     """
 
     capabilities = EngineCapabilities(retain=True, offload=False)
@@ -65,7 +64,9 @@ class TorchEngine:
     def __init__(self, settings: EngineSettings, clock: Callable[[], float] = time.perf_counter) -> None:
         if settings.kv_policy != "lru":
             raise ConfigurationError(
-                f"the embedded engine has no KV policy {settings.kv_policy!r}", where="rollout.kv_policy", hint="use lru"
+                f"the embedded engine has no KV policy {settings.kv_policy!r}",
+                where="rollout.kv_policy",
+                hint="use lru",
             )
         self._settings = settings
         self._clock = clock
@@ -79,7 +80,7 @@ class TorchEngine:
         self._arrivals = 0
         self._rows: list[LiveTurn] = []
         self._decoding = 0
-        self._ended: list[TurnResult | TurnFailure] = []  # to be returned by the next step
+        self._ended: list[TurnResult] = []  # to be returned by the next step
         self._generated_tokens = self._prefilled_tokens = self._cached_tokens = 0
 
     # ---- requests
@@ -99,7 +100,8 @@ class TorchEngine:
         where = f"turn {turn.turn} of {turn.task}"
         if len(turn.ids) == 0 or turn.ids.min() < 0 or turn.ids.max() >= self._model.vocab_size:
             raise InvariantViolation(
-                f"its {len(turn.ids)} ids are not token ids of a vocabulary of {self._model.vocab_size}", where=where
+                f"its {len(turn.ids)} ids are not token ids of a vocabulary of {self._model.vocab_size}",
+                where=where,
             )
         if turn.task in self._live:
             raise BudgetError(f"turn {self._live[turn.task].turn.turn} of this task is still running", where=where)
@@ -118,7 +120,7 @@ class TorchEngine:
     @torch.inference_mode()
     def abort(self, task: TaskKey, turn: int) -> TurnResult | None:
         for result in self._ended:
-            if (result.task, result.turn) == (task, turn) and isinstance(result, TurnResult):
+            if (result.task, result.turn) == (task, turn):
                 self._ended.remove(result)
                 return result
         live = self._live.get(task)
@@ -138,7 +140,8 @@ class TorchEngine:
 
     @torch.inference_mode()
     def step(self) -> list[TurnResult | TurnFailure]:
-        ended, self._ended = self._ended, []
+        ended: list[TurnResult | TurnFailure] = [*self._ended]
+        self._ended.clear()
         if self._paused or self._version == NO_VERSION:
             return ended
         self._admit()
@@ -160,7 +163,7 @@ class TorchEngine:
         return ended + self._sample(torch.cat(logits), lives)
 
     def _admit(self) -> None:
-        """Start queued turns, in order, while a row and the budget allow; the first that does not fit holds back the rest."""
+        """Start queued turns in order while rows and budget allow; the first that does not fit holds back the rest."""
         now_s = self._clock()
         while self._queue and len(self._rows) < self._settings.max_batch:
             live = self._queue[0][2]
@@ -194,7 +197,7 @@ class TorchEngine:
         return plan
 
     def _forward(self, first_row: int, widths: list[int]) -> torch.Tensor:
-        """Compute the next `widths[i]` tokens of rows `first_row + i`; float32 logits [rows, vocabulary] after the last."""
+        """Compute the next `widths[i]` tokens of rows `first_row + i`: the logits after the last, float32 [rows, V]."""
         lives = self._rows[first_row : first_row + len(widths)]
         starts = np.array([live.filled for live in lives], dtype=np.int64)
         lasts = starts + np.array(widths, dtype=np.int64) - 1
@@ -238,7 +241,7 @@ class TorchEngine:
         return TurnFailure(live.turn.task, live.turn.turn, NumericalFault.reason, what)
 
     def _leave(self, rows: list[int]) -> None:
-        """Free these rows and their reservations, keep their KV for the task's next turn where wanted, close the gaps."""
+        """Free these rows and their reservations, keep their KV for the next turn where wanted, close the gaps."""
         for row in rows:
             live = self._rows[row]
             entry = None

@@ -88,6 +88,12 @@ class PoolEnvironments:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self.description = (await self._start_worker()).description
         self.has_expert = self.description.has_expert
+        if self.description.coroutines:
+            raise ConfigurationError(
+                f"{self.description.coroutines[0]} is `async def`",
+                where=f"env.name {self.name}",
+                hint="set env.isolation: async, or write it as a plain `def`",
+            )
         if not self.one_each:
             try:
                 async with asyncio.TaskGroup() as group:

@@ -173,17 +173,10 @@ class Worker:
             self.environment_class = load(request.name)
             self.options = dict(request.options)
             check_options(self.environment_class, self.options)
-            description = describe(self.environment_class)
-            if description.coroutines:
-                raise ConfigurationError(
-                    f"{description.coroutines[0]} is `async def`",
-                    where=f"env.name {request.name}",
-                    hint="set env.isolation: async, or write it as a plain `def`",
-                )
         except ConfigurationError as error:
             self.channel.reply_error(message, error)
             return
-        self.channel.reply(message, description)
+        self.channel.reply(message, describe(self.environment_class))
 
     def _abandon(self, request: protocol.AbandonRequest) -> int:
         lane = self._lanes.pop(request.lane, None)

@@ -97,6 +97,11 @@ class WaitBook:
         if event.role == "rollout":
             self.rollout_ranks.add(event.rank)
 
+    def forget(self) -> None:
+        """A driver starts (again): what an earlier one's ranks did is over."""
+        self._since.clear()
+        self._acting.clear()
+
     def settle(self, now_s: float) -> None:
         """Bring the account up to `now_s`."""
         for rank in self._since:

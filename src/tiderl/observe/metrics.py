@@ -93,6 +93,7 @@ class RunMetrics:
                 self.versions_published += 1
             case RunStarted():
                 self.started = event
+                self.waits.forget()
                 self.issue.group_size = event.group_size
             case RunEnded():
                 self.outcome = event.outcome

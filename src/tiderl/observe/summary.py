@@ -26,7 +26,7 @@ def summary_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("reward", _from_to(result, "reward", number)),
         ("goodput", _goodput(result)),
         ("staleness", _staleness(result)),
-        ("waits", f"trainer {duration(result.get('twt_s'))}, rollout {duration(result.get('rwt_s'))}"),
+        ("waits", _waits(result)),
         ("trajectories", _trajectories(result)),
         ("dropped", _by_name(result.get("dropped"))),
         ("faults", _by_name(result.get("faults"))),
@@ -90,6 +90,12 @@ def _staleness(result: Mapping[str, Any]) -> str:
     return (
         f"{number(result.get('staleness_mean_tokens'))} mean over tokens, {result['staleness_max']} at most (updates)"
     )
+
+
+def _waits(result: Mapping[str, Any]) -> str:
+    if result.get("twt_s") is None:
+        return ""
+    return f"trainer {duration(result['twt_s'])}, rollout {duration(result.get('rwt_s'))}"
 
 
 def _trajectories(result: Mapping[str, Any]) -> str:

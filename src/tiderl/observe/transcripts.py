@@ -18,11 +18,11 @@ ENDINGS = {
     "budget_tokens": "out of tokens",
 }
 WIDTH = 100
-LABEL = 8
+LABEL = 10
 
 
 def transcript(trajectory: Trajectory, *, status: str = "") -> str:
-    """Several lines: a head with the figures, then environment and policy in turn. `status`: of the journal, if known."""
+    """Several lines: a head with the figures, then environment and policy in turn. `status`: what the journal says."""
     key = trajectory.key
     outcome = "success" if trajectory.success else "no success"
     facts = [

@@ -1,9 +1,9 @@
 """Continuous batching in virtual time: who is admitted, prefilled and decoded, and when the next change comes.
 
-One iteration computes up to `prefill_tokens_per_step` tokens of context, in order of admission, and gives a token to every
-sequence whose context is complete: those that decode, and those whose prefill ends in it. Keeps I4 through the KV book and
-I6: a new version empties the cache and what is in flight computes its context again. Knows no clock and no asyncio: the
-engine tells it how many iterations have run.
+One iteration computes up to `prefill_tokens_per_step` tokens of context, in order of admission, and gives a token to
+every sequence whose context is complete: those that decode, and those whose prefill ends in it. Keeps I4 through the KV
+book and I6: a new version empties the cache, and what is in flight computes its context again. Knows no clock and no
+asyncio: the engine tells it how many iterations have run.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ class Finished:
 class Batch:
     """The state of one engine between iterations."""
 
-    def __init__(
-        self, cost: CostModel, *, kv_budget_tokens: int, max_batch: int, prefill_tokens_per_step: int
-    ) -> None:
+    def __init__(self, cost: CostModel, *, kv_budget_tokens: int, max_batch: int, prefill_tokens_per_step: int) -> None:
         self.cost = cost
         self.kv = KvBook(kv_budget_tokens)
         self.max_batch = max_batch
@@ -39,13 +37,9 @@ class Batch:
         self._waiting: list[tuple[float, int, Request]] = []  # heap: priority first, then arrival
         self._prefilling: dict[int, Request] = {}  # in order of admission
         self._decoding: dict[int, Request] = {}
-        self._finishes: list[
-            tuple[int, int]
-        ] = []  # heap of (iteration count, number); stale entries are skipped
+        self._finishes: list[tuple[int, int]] = []  # heap of (iteration count, number); stale entries are skipped
         self._context_tokens = 0  # attended by the decoding sequences in the next iteration
-        self._parts: list[
-            tuple[Request, int]
-        ] = []  # tokens prefilled in each iteration of the present segment
+        self._parts: list[tuple[Request, int]] = []  # tokens prefilled in each iteration of the present segment
 
     @property
     def running(self) -> int:
@@ -75,9 +69,7 @@ class Batch:
 
     def can_admit(self) -> bool:
         """Whether the first in the queue fits now. Nobody overtakes it: a large turn is not starved by small ones."""
-        return bool(
-            self._waiting and self.running < self.max_batch and self.kv.fits(self._waiting[0][2].need_tokens)
-        )
+        return bool(self._waiting and self.running < self.max_batch and self.kv.fits(self._waiting[0][2].need_tokens))
 
     def admit(self, now_s: float) -> None:
         """Move everyone who fits from the queue into the batch."""

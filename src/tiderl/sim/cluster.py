@@ -50,9 +50,7 @@ class SimCluster:
         self.ranks = len(hosts)
         self.engine_ranks = {replica: tuple(engine_ranks[replica]) for replica in sorted(engine_ranks)}
         self._engines = {
-            replica: SimEngine(
-                replica, [hosts[rank] for rank in ranks], cost, engine, workload.action_tokens, said
-            )
+            replica: SimEngine(replica, [hosts[rank] for rank in ranks], cost, engine, workload.action_tokens, said)
             for replica, ranks in self.engine_ranks.items()
         }
         self.engines: Mapping[int, SimEngine] = self._engines

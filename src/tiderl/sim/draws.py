@@ -1,7 +1,7 @@
 """Stateless draws: a number is a hash of who asks for what, so that the order of asking changes nothing (I10).
 
-Two rounds of the SplitMix64 finaliser (Steele, Lea, Flood 2014) over a 64-bit combination of seed, purpose and identity:
-about a microsecond a draw, where a named numpy stream costs some twenty. Knows no distribution of the workload.
+Two rounds of the SplitMix64 finaliser (Steele, Lea, Flood 2014) over a 64-bit combination of seed, purpose and
+identity: about a microsecond a draw, where a named numpy stream costs some twenty. Knows no workload.
 """
 
 from __future__ import annotations

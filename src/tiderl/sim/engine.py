@@ -1,7 +1,7 @@
 """The simulated engine: the async Engine port of one replica, with one timer for each change of its batch.
 
-What comes from outside (a turn, an abort, a pause, other work on its rank) takes effect at the end of the iteration that
-is running, as on a rank host. Keeps I4 and I6 through its batch. Knows of the workload only how many tokens a turn says.
+What comes from outside (a turn, an abort, a pause, other work on its rank) takes effect at the end of the running
+iteration, as on a rank host. Keeps I4 and I6 through its batch. Knows of the workload only how many tokens a turn says.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ HOLDERS_SHOWN = 8
 class SimEngine:
     """One replica on `ranks`; they are all occupied while it loads weights.
 
-    `action_tokens(task, turn)` is what the policy would say in that turn if nothing cut it short. `said` is shared by all
-    engines of a cluster: tokens already sampled of a turn that was interrupted, so that its continuation says the rest.
+    `action_tokens(task, turn)` is what the policy would say in that turn if nothing cut it short. `said` is shared by
+    all engines of a cluster: tokens already sampled of a turn that was interrupted, so that it goes on with the rest.
     """
 
     def __init__(
@@ -247,9 +247,7 @@ class SimEngine:
     def _end_segment(self) -> None:
         segment = self._segment
         if segment is None:
-            raise InvariantViolation(
-                "an engine's timer fired without a segment", where=f"replica {self.replica}"
-            )
+            raise InvariantViolation("an engine's timer fired without a segment", where=f"replica {self.replica}")
         self._segment = self._timer = None
         for finished in self._batch.run(segment.iterations, _now()):
             self._deliver(finished)

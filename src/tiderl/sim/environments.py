@@ -101,6 +101,4 @@ class SimEnvironmentHandle:
         deadline_s = self._owner.deadline_s
         await asyncio.sleep(min(seconds, deadline_s))
         if seconds >= deadline_s:
-            raise EnvironmentTimeout(
-                f"{what} took longer than env.deadline_s = {deadline_s:g}", where=str(self._key)
-            )
+            raise EnvironmentTimeout(f"{what} took longer than env.deadline_s = {deadline_s:g}", where=str(self._key))

@@ -14,12 +14,13 @@ import itertools
 import math
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
 from tiderl.data.errors import DeadlockError, InvariantViolation
 from tiderl.sim.waiting import describe_waits, tasks_by_birth
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 # Passes of the loop without any time passing after which a run counts as spinning.
 PASSES_PER_INSTANT = 200_000
@@ -93,7 +94,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return next(self._task_numbers)
 
     def advance(self, timeout: float | None) -> None:
-        """Called once per pass with the seconds to the next timer: 0 when something is ready, None when nothing ever will be."""
+        """Once per pass, with the seconds to the next timer: 0 when something is ready, None when nothing ever is."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -108,15 +109,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
             return
         next_s = self._scheduled[0].when() if timeout is not None else math.inf
         if math.isinf(next_s):
-            raise DeadlockError(
-                f"nothing can happen any more at {self._now_s:.6g} s; " + describe_waits(self)
-            )
+            raise DeadlockError(f"nothing can happen any more at {self._now_s:.6g} s; " + describe_waits(self))
         self._passes = 0
         self._now_s = next_s
         self._clock_resolution = math.ulp(next_s)
 
     def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """As in asyncio; timers of the same instant fire in the order of these calls."""
         self._check_closed()  # type: ignore[attr-defined]
@@ -128,10 +127,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         timer._scheduled = True  # type: ignore[attr-defined]
         return timer
 
-    def call_soon_threadsafe(self, *_: Any, **__: Any) -> NoReturn:
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> NoReturn:
         raise InvariantViolation("threads are forbidden in virtual time (call_soon_threadsafe)")
 
-    def run_in_executor(self, *_: Any, **__: Any) -> NoReturn:
+    def run_in_executor(self, executor: object, func: Callable[[*Ts], object], *args: *Ts) -> NoReturn:
         raise InvariantViolation("threads are forbidden in virtual time (run_in_executor)")
 
     def _make_task(self, loop: VirtualLoop, coro: Coroutine[Any, Any, Any], **options: Any) -> SimTask:
@@ -152,9 +153,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """No other thread may wake the loop, so there is nothing to write."""
 
 
-def run_virtual(
-    main: Callable[[], Coroutine[Any, Any, T]], *, passes_per_instant: int = PASSES_PER_INSTANT
-) -> T:
+def run_virtual(main: Callable[[], Coroutine[Any, Any, T]], *, passes_per_instant: int = PASSES_PER_INSTANT) -> T:
     """Run `main()` on a new virtual clock and return its result; its exceptions come through.
 
     Raises `DeadlockError` when nothing is runnable and no timer is set, or when no time passes any more. Whatever

@@ -33,7 +33,7 @@ class SimRank:
         self._working: asyncio.Future[None] | None = None
 
     async def work(self, seconds: float) -> None:
-        """Occupy the rank for `seconds` after everything that came before. Raises `RankLost` when it is or goes down."""
+        """Occupy the rank for `seconds`, after all that came before. Raises `RankLost` when it is or goes down."""
         life = self._lives
         self._check(life)
         if self.engine is not None:

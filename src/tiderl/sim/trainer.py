@@ -1,7 +1,7 @@
 """The simulated trainer: the Reference, Actor and Update ports of one rank, seconds by tokens.
 
-Each call occupies its rank after what came before. Keeps I2's order as the real one does: a micro-batch is forwarded, then
-backwarded, within one update between `begin` and `finish`. Makes no numbers that have no meaning: log-probs are 0, the
+Each call occupies its rank after what came before. Keeps the order that the real one asks for: a micro-batch is
+forwarded before it is backwarded, updates do not overlap. Makes no numbers without a meaning: log-probs are 0, the
 metrics are counts.
 """
 

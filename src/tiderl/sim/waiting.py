@@ -18,7 +18,7 @@ def tasks_by_birth(loop: asyncio.AbstractEventLoop) -> list[asyncio.Task[Any]]:
 def describe_waits(loop: asyncio.AbstractEventLoop) -> str:
     """The unfinished tasks of `loop`, those that wait in the same place counted together.
 
-    `task 'rollout' waits in run > SimEngine.generate:121 for a result; 3 tasks like 'task-7' wait in … for task 'trainer'`.
+    `task 'rollout' waits in run > SimEngine.generate:121 for a result; 3 tasks like 'task-7' wait in … for …`.
     """
     tasks = [task for task in tasks_by_birth(loop) if not task.done()]
     if not tasks:

@@ -1,8 +1,8 @@
 """What simulated tasks do: how long they talk, how long the world takes, and whether they succeed.
 
-Everything is a function of (workload seed, split and prompt id, member, turn), never of the attempt or of call order: the
-same trajectory costs the same under every strategy (I10). Lengths and seconds are lognormal around the profile's medians;
-turns and success are correlated within a group. Knows no engine, clock or strategy.
+Everything is a function of (workload seed, split and prompt id, member, turn), never of the attempt or of call order:
+the same trajectory costs the same under every strategy (I10). Lengths and seconds are lognormal around the profile's
+medians; turns and success are correlated within a group. Knows no engine, clock or strategy.
 """
 
 from __future__ import annotations

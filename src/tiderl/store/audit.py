@@ -46,10 +46,10 @@ def _statuses(trajectories: list[Any]) -> list[str]:
     for number, count in Counter(row[0] for row in trajectories).items():
         if count > 1:
             found.append(f"trajectory {number} has {count} rows")
-    starts = Counter(row[1:4] for row in trajectories if row[4] != "dropped")
-    found += [
-        f"prompt {start[0]} member {start[1]} attempt {start[2]} counts twice" for start, n in starts.items() if n > 1
-    ]
+    kept = Counter(row[1:3] for row in trajectories if row[4] != "dropped")
+    for (prompt, member), count in kept.items():
+        if count > 1:
+            found.append(f"member {member} of prompt {prompt} has {count} trajectories that are not dropped")
     for number, _, _, _, status, reason, update, _ in trajectories:
         if status not in ("running", "ready", "trained", "dropped"):
             found.append(f"trajectory {number} has the unknown status {status!r}")
@@ -89,32 +89,27 @@ def _prompts(prompts: list[int], trajectories: list[Any]) -> list[str]:
         missing = sorted(set(range(max(prompts) + 1)) - set(prompts))
         found.append(f"prompt ids have holes: {missing[:5]}" if missing else f"prompt ids start at {prompts[0]}")
     known = set(prompts)
-    found += [
-        f"trajectory {row[0]} belongs to prompt {row[1]}, which was never issued"
-        for row in trajectories
-        if row[1] not in known
-    ]
+    for number, prompt, *_ in trajectories:
+        if prompt not in known:
+            found.append(f"trajectory {number} belongs to prompt {prompt}, which was never issued")
     return found
 
 
 def _versions(versions: list[Any], updates: list[Any], checkpoints: list[Any]) -> list[str]:
     """I2: a version names one model, made by a committed update (0: the start); so does a checkpoint."""
-    found = [
-        f"version {number} names {count} models"
-        for number, count in Counter(v for v, _ in versions).items()
-        if count > 1
-    ]
+    found = []
+    for version, count in Counter(version for version, _ in versions).items():
+        if count > 1:
+            found.append(f"version {version} names {count} models")
     committed = {number for number, _ in updates} | {0}
     for version, update in versions:
         if version != update:
             found.append(f"version {version} is said to be made by update {update}")
         if update not in committed:
             found.append(f"version {version} was published without the commit of update {update}")
-    found += [
-        f"checkpoint {name} holds update {update}, which is not committed"
-        for name, update in checkpoints
-        if update not in committed
-    ]
+    for name, update in checkpoints:
+        if update not in committed:
+            found.append(f"checkpoint {name} holds update {update}, which is not committed")
     return found
 
 

@@ -69,8 +69,8 @@ class MemoryLedger:
         return tuple(self._log)
 
     def reopen(self, *, lose_tail_rows: int = 0, tear: bool = False) -> MemoryLedger:
-        """The ledger as a crash leaves it. Whole transactions are lost from the end, until `lose_tail_rows` rows are gone;
-        `tear` loses the last one, which was half written. What a durable checkpoint holds is never lost."""
+        """The ledger as a crash leaves it. Whole transactions are lost from the end, until `lose_tail_rows` rows
+        are gone; `tear` loses the last one, which was half written. What a durable checkpoint holds is never lost."""
         log = list(self._log)
         lost = 0
         if tear and log and log[-1].checkpoint is None:

@@ -34,10 +34,22 @@ class _Rest(msgspec.Struct, frozen=True):
 
 def encode(trajectory: Trajectory) -> tuple[str, bytes]:
     """(SHA-256 in hex, the file's bytes)."""
-    rest = _Rest(*(getattr(trajectory, name) for name in _Rest.__struct_fields__))
-    arrays = {name: np.ascontiguousarray(getattr(trajectory, name), dtype) for name, dtype in _ARRAYS.items()}
+    rest = _rest_of(trajectory)
+    arrays: dict[str, np.ndarray] = {
+        name: np.ascontiguousarray(getattr(trajectory, name), dtype) for name, dtype in _ARRAYS.items()
+    }
     data = save(arrays, {"trajectory": msgspec.json.encode(rest).decode()})
     return hashlib.sha256(data).hexdigest(), data
+
+
+def identity(trajectory: Trajectory) -> str:
+    """A SHA-256 of all but the arrays, of which only the length counts: for simulated payloads, whose arrays have none
+    of the content and may be long."""
+    return hashlib.sha256(msgspec.json.encode((_rest_of(trajectory), trajectory.tokens))).hexdigest()
+
+
+def _rest_of(trajectory: Trajectory) -> _Rest:
+    return _Rest(*(getattr(trajectory, name) for name in _Rest.__struct_fields__))
 
 
 def decode(sha256: str, data: bytes, where: str) -> Trajectory:

@@ -13,7 +13,7 @@ from tiderl.runtime.ports import LedgerRow, PromptRow, TrajectoryRow, VersionRow
 
 R = TypeVar("R", PromptRow, VersionRow)
 
-OPEN = ("running", "ready")
+APPENDED = ("running", "ready", "dropped")
 ENDED = ("trained", "dropped")
 
 
@@ -22,7 +22,7 @@ def check_append(rows: Sequence[LedgerRow]) -> None:
     for row in rows:
         if not isinstance(row, TrajectoryRow):
             continue
-        if row.status not in ("running", "ready", "dropped"):
+        if row.status not in APPENDED:
             raise InvariantViolation(f"trajectory {row.id} cannot be appended as {row.status!r}: `commit` trains")
         if (row.status == "dropped") != (row.reason is not None):
             raise InvariantViolation(f"trajectory {row.id} is {row.status} with reason {row.reason!r}")
@@ -36,7 +36,7 @@ def check_trajectory(earlier: TrajectoryRow | None, row: TrajectoryRow) -> None:
         return
     if earlier.status in ENDED and row != earlier:
         raise InvariantViolation(f"trajectory {row.id} ended as {earlier.status} and cannot become {row.status} (I1)")
-    if (row.prompt_id, row.member, row.attempt) != (earlier.prompt_id, earlier.member, earlier.attempt):
+    if (row.prompt_id, row.member) != (earlier.prompt_id, earlier.member):  # a retry keeps the id, not the attempt
         raise InvariantViolation(f"trajectory id {row.id} names two trajectories (I1)")
 
 

@@ -13,7 +13,7 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS checkpoints(checkpoint TEXT PRIMARY KEY, update_no IN
 
 
 class Journal:
-    """The file itself: plain and synchronous, one transaction a call. Raises `CheckpointError` when the disk refuses."""
+    """The file itself: synchronous, one transaction a call. Raises `CheckpointError` when the disk refuses."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -130,19 +130,19 @@ class Journal:
         if isinstance(row, TrajectoryRow):
             found = self._db.execute(f"{_SELECT_TRAJECTORY} WHERE id=?", (row.id,)).fetchone()
             check_trajectory(None if found is None else TrajectoryRow(*found), row)
-            values = (row.id, row.prompt_id, row.member, row.attempt)
-            values += (row.status, row.reason, row.update_no, row.sha256)  # type: ignore[assignment]
-            self._db.execute("INSERT OR REPLACE INTO trajectories VALUES(?, ?, ?, ?, ?, ?, ?, ?)", values)
+            self._db.execute("INSERT OR REPLACE INTO trajectories VALUES(?, ?, ?, ?, ?, ?, ?, ?)", astuple(row))
         elif isinstance(row, PromptRow):
             found = self._db.execute(f"{_SELECT_PROMPT} WHERE prompt_id=?", (row.prompt_id,)).fetchone()
             check_once(None if found is None else PromptRow(found[0], found[1], int(found[2]), found[3]), row)
             seed = row.seed if -(1 << 63) <= row.seed < 1 << 63 else str(row.seed)  # what SQLite's integers hold
-            values = (row.prompt_id, row.task_id, seed, row.start_version)  # type: ignore[assignment]
-            self._db.execute("INSERT OR REPLACE INTO prompts VALUES(?, ?, ?, ?)", values)
+            self._db.execute(
+                "INSERT OR REPLACE INTO prompts VALUES(?, ?, ?, ?)",
+                (row.prompt_id, row.task_id, seed, row.start_version),
+            )
         else:
             found = self._db.execute(f"{_SELECT_VERSION} WHERE version=?", (row.version,)).fetchone()
             check_once(None if found is None else VersionRow(*found), row)
-            self._db.execute("INSERT OR REPLACE INTO versions VALUES(?, ?)", (row.version, row.update_no))
+            self._db.execute("INSERT OR REPLACE INTO versions VALUES(?, ?)", astuple(row))
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -259,6 +259,8 @@ class SqliteLedger:
             self._journal.append(rows)
         except TideError as error:
             self._failure = error
+        except Exception as error:  # noqa: BLE001 the writer thread's boundary: it must not end in silence
+            self._failure = CheckpointError(f"the journal failed: {type(error).__name__}: {error}")
 
     def _write(self) -> None:
         """The writer thread: all rows that wait go in one transaction, then the call that waits behind them."""
@@ -286,4 +288,6 @@ class SqliteLedger:
                 result = job.call()
             except TideError as refusal:
                 error = error or refusal
+            except Exception as bug:  # noqa: BLE001 as above: who waits must hear of it
+                error = CheckpointError(f"the journal failed: {type(bug).__name__}: {bug}")
         job.done(result, error)

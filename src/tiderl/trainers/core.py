@@ -1,8 +1,8 @@
 """The torch trainer: reference, actor and update of one rank, as `TrainerCore`.
 
 Keeps I7: a micro-batch adds the *sum* of its token losses to the gradient, and `finish` divides once by the
-loss-bearing tokens of the whole optimizer step. So every sampled token weighs the same (the token mean over the step, as
-in DAPO, arXiv 2503.14476), whatever the micro-batches, their order and the other sequences in them. The metrics are
+loss-bearing tokens of the whole optimizer step. So every sampled token weighs the same (the token mean over the step,
+as in DAPO, arXiv 2503.14476), whatever the micro-batches, their order and the other sequences in them. The metrics are
 defined in `metrics.py`. Knows nothing of schedules, engines or the journal.
 
 With `steps_per_batch` 1 the proximal policy of decoupled PPO is this step's own forward, detached; with more, it is the
@@ -103,7 +103,7 @@ class TorchTrainer:
     def reference_logprobs(self, mb: MicroBatch) -> np.ndarray:
         """float32 [mb.tokens], in sequence order; 0 where the loss mask is False.
 
-        Raises `InvariantViolation` where there is no reference: `kl_coef` is 0, or neither `warm_up` nor `restore` came.
+        Raises `InvariantViolation` where there is no reference: `kl_coef` is 0, or no `warm_up` or `restore` came.
         """
         if self.reference is None:
             raise InvariantViolation("there is no reference model", where="trainer")
@@ -119,7 +119,7 @@ class TorchTrainer:
     def forward(self, mb: MicroBatch, *, proximal: bool = False) -> None:
         """Log-probs of the loss-bearing tokens, kept for `backward` by (update, part, index).
 
-        `proximal`: without gradient, kept as the proximal policy for the same micro-batch's backward; also before `begin`.
+        `proximal`: without gradient, kept as the proximal policy for this micro-batch's backward; also before `begin`.
         """
         if proximal:
             if self._needs_proximal:
@@ -137,8 +137,8 @@ class TorchTrainer:
     def backward(self, mb: MicroBatch, ref_logprobs: np.ndarray | None) -> None:
         """Add the micro-batch's summed token losses to the gradient and free its graph.
 
-        `ref_logprobs`: what `reference_logprobs` gave; None only where `kl_coef` is 0. Raises `InvariantViolation` for a
-        micro-batch that was not forwarded, lacks its proximal or reference log-probs, or whose rewards break I9.
+        `ref_logprobs`: what `reference_logprobs` gave; None only where `kl_coef` is 0. Raises `InvariantViolation` for
+        a micro-batch that was not forwarded, lacks its proximal or reference log-probs, or whose rewards break I9.
         """
         step = self._opened(mb)
         started_s = time.perf_counter()

@@ -21,7 +21,7 @@ Only loss-bearing tokens enter, never padding, and `mean` is over all of the ste
 | `loss_tokens`, `tokens` | loss-bearing, and all real tokens |
 | `padding_fraction` | share of padding in the tokens that the model computed |
 
-(*) Over tokens made by exactly the weights of this forward: those of version `update - 1`, in the first part of `update`.
+(*) Over tokens made by exactly the weights of this forward: version `update - 1`, in the first part of `update`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def lr_at(step: int, lr: float) -> float:
 
 
 def clipped_mean_gradient(model: Any, loss_tokens: int, max_norm: float) -> float:
-    """Divide the summed gradients in place, clip them to `max_norm`, and return their Euclidean norm before the clip."""
+    """Divide the summed gradients in place, clip them to `max_norm`; the Euclidean norm between the two is returned."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     torch._foreach_div_([parameter.grad for parameter in parameters], float(loss_tokens))
     return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))

@@ -188,7 +188,7 @@ class Connection(asyncio.Protocol):
             answer.set_result(message)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if error is not None:
-            self.fail(str(error) or type(error).__name__)
+        if self._reader.torn:
+            self.fail("the peer died in the middle of a frame")
         else:
-            self.fail("the peer died in the middle of a frame" if self._reader.torn else "the peer closed it")
+            self.fail("the peer closed it" if error is None else str(error) or type(error).__name__)

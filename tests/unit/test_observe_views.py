@@ -1,0 +1,229 @@
+"""What people see: the live view, the summary, transcripts, the doctor."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tiderl.data.events import EvalFinished, Event, PromptIssued, RankLostEvent, RunEnded, RunStarted, UpdateCommitted
+from tiderl.data.records import TaskKey, Trajectory, TurnSpan
+from tiderl.observe.doctor import EXTRAS, examine
+from tiderl.observe.live import LINE_S, LiveView
+from tiderl.observe.metrics import RunMetrics
+from tiderl.observe.summary import render_summary, warnings
+from tiderl.observe.transcripts import transcript
+from tiderl.observe.words import duration, fraction, number
+
+
+def started(updates: int = 4) -> RunStarted:
+    return RunStarted(
+        t_s=0.0,
+        strategy="areal",
+        seed=0,
+        ranks=2,
+        replicas=1,
+        updates=updates,
+        global_batch_groups=1,
+        group_size=2,
+        max_staleness=1,
+        staleness_counts="oldest_token",
+    )
+
+
+def issued(t_s: float) -> PromptIssued:
+    return PromptIssued(t_s=t_s, prompt_id=0, task_id="a", start_version=0, replica=0)
+
+
+def committed(t_s: float, update: int, reward: float = 0.5) -> UpdateCommitted:
+    return UpdateCommitted(
+        t_s=t_s,
+        update=update,
+        groups=1,
+        trajectories=2,
+        loss_tokens=100,
+        tokens=300,
+        reward_mean=reward,
+        success_fraction=reward,
+        staleness_max=1,
+        staleness_mean_tokens=0.5,
+        window_staleness_max=0,
+        seconds=1.0,
+        metrics={},
+    )
+
+
+def evaluated(version: int) -> EvalFinished:
+    return EvalFinished(
+        t_s=1.0, version=version, prompts=8, successes=6, failed=0, reward_mean=0.75, turns_mean=4.0, seconds=1.0
+    )
+
+
+def shown_by(view_events: list[tuple[float, Event]], *, terminal: bool) -> str:
+    """What a view writes for events at these wall seconds."""
+    output = io.StringIO()
+    now = [0.0]
+    view = LiveView(Console(file=output, force_terminal=terminal, width=110, highlight=False), clock=lambda: now[0])
+    try:
+        for wall_s, event in view_events:
+            now[0] = wall_s
+            view.observe(event)
+    finally:
+        view.close()
+    return output.getvalue()
+
+
+def test_where_stderr_is_no_terminal_a_line_comes_now_and_then() -> None:
+    events: list[tuple[float, Event]] = [
+        (0.0, started()),
+        (0.0, evaluated(0)),
+        (1.0, issued(1.0)),
+        (1.0, committed(3.0, 1)),
+        (1.5, committed(5.0, 2)),  # too soon for another line
+        (1.0 + LINE_S, committed(7.0, 3)),
+        (2.0 + LINE_S, committed(9.0, 4)),  # the last always
+    ]
+    lines = shown_by(events, terminal=False).splitlines()
+    assert lines[0] == "held-out success of version 0: 0.750 over 8 prompts"
+    assert [line.split("  ")[0] for line in lines[1:]] == ["update 1/4", "update 3/4", "update 4/4"]
+    assert "held-out 0.750" in lines[1] and "50.00 tok/s" in lines[1]
+    assert "left 6.0 s" in lines[1]  # one update took 2 s, three are left
+    assert "\x1b" not in "".join(lines)
+
+
+def test_a_terminal_shows_one_screen_with_everything_asked_for() -> None:
+    events: list[tuple[float, Event]] = [
+        (0.0, started()),
+        (1.0, evaluated(0)),
+        (2.0, issued(1.0)),
+        (3.0, committed(3.0, 1, reward=0.25)),
+        (9.0, RunEnded(t_s=4.0, outcome="stopped", updates=1)),
+    ]
+    screen = shown_by(events, terminal=True)
+    for part in (
+        "areal",
+        "warming up",
+        "update 1/4",
+        "reward",
+        "held-out success",
+        "goodput",
+        "staleness",
+        "trainer waited",
+    ):
+        assert part in screen
+    for part in ("rollout waited", "in flight", "dropped, faults", "0.25 (first 0.25)", "0.750 (first 0.750)"):
+        assert part in screen
+
+
+def test_a_lost_rank_is_said_at_once() -> None:
+    lost = RankLostEvent(t_s=1.0, rank=0, reason="exited with code -9", tasks=1)
+    text = shown_by([(0.0, started()), (0.1, lost)], terminal=False)
+    assert text == "rank 0 was lost with 1 task: exited with code -9\n"
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    metrics = RunMetrics()
+    for event in [
+        started(),
+        evaluated(0),
+        issued(1.0),
+        committed(3.0, 1),
+        RunEnded(t_s=4.0, outcome="done", updates=1),
+    ]:
+        metrics.observe(event)
+    return {"run_dir": "runs/x-1", "wall_s": 90.0, "driver_load_fraction": None, **metrics.summary(), **changes}
+
+
+def printed(renderable: Any) -> str:
+    output = io.StringIO()
+    Console(file=output, width=120, highlight=False).print(renderable)
+    return output.getvalue()
+
+
+def test_the_summary_says_what_was_reached_dropped_and_comes_next() -> None:
+    text = printed(
+        render_summary(
+            result(dropped={"environment_timeout": 3}, issued=5, faults={"RankLost": 1}),
+            no_effect=["sim.workload_seed has no effect: it is read by `tiderl sim` only"],
+            next_commands=["tiderl show runs/x-1 --last 3"],
+        )
+    )
+    for part in ("done after 1 update", "3 environment timeout", "1 RankLost", "runs/x-1", "1:30 in all"):
+        assert part in text
+    assert "5 issued = 2 trained + 3 dropped + 0 in flight" in text
+    assert "note: sim.workload_seed has no effect" in text and "next: tiderl show runs/x-1 --last 3" in text
+
+
+def test_the_summary_leaves_out_what_has_no_meaning() -> None:
+    metrics = RunMetrics()
+    metrics.observe(started())
+    metrics.observe(RunEnded(t_s=2.0, outcome="stopped", updates=0))
+    text = printed(render_summary(metrics.summary()))
+    assert text.startswith("stopped on request after 0 updates")
+    assert "goodput" not in text and "None" not in text
+
+
+@pytest.mark.parametrize(("load", "warned"), [(None, False), (0.5, False), (0.51, True)])
+def test_a_driver_that_would_be_the_bottleneck_is_said(load: float | None, warned: bool) -> None:
+    assert bool(warnings(result(driver_load_fraction=load))) is warned
+
+
+def test_a_simulation_shows_its_hash() -> None:
+    assert "12 events, log SHA-256 abc" in printed(render_summary(result(events=12, log_sha256="abc", run_dir=None)))
+
+
+def trajectory() -> Trajectory:
+    mask = np.array([0, 0, 1, 1, 0, 1], bool)
+    return Trajectory(
+        id=41,
+        key=TaskKey("train", 5, 3, 1),
+        ids=np.arange(6, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.array([0, 0, -0.5, -1.5, 0, -0.25], np.float32),
+        versions=np.array([-1, -1, 6, 6, -1, 7], np.int32),
+        turns=(TurnSpan(2, 4, 0.0, "forward", "stop"), TurnSpan(5, 6, 1.0, "", "length")),
+        reward=1.0,
+        success=True,
+        ending="budget_turns",
+        text=("go to the red ball\nyou see a wall", "you see a red ball"),
+    )
+
+
+def test_a_transcript_reads_in_the_order_in_which_it_happened() -> None:
+    lines = transcript(trajectory(), status="trained at update 8").splitlines()
+    head = " ".join(lines[:2])
+    for part in (
+        "trajectory 41",
+        "prompt 5, member 3, attempt 1",
+        "reward 1.00, success",
+        "out of turns after 2 turns",
+    ):
+        assert part in head
+    assert "6 tokens, 3 sampled" in head and "versions 6 to 7" in head and "trained at update 8" in head
+    assert [line.strip() for line in lines[2:]] == [
+        "env     go to the red ball",
+        "you see a wall",
+        "policy  forward",
+        "(reward 0.00, log-prob -1.00 a token)",
+        "env     you see a red ball",
+        "policy  (nothing)",
+        "(reward 1.00, log-prob -0.25 a token, ended by length)",
+    ]
+
+
+def test_figures_read_as_people_write_them() -> None:
+    assert [number(None), number(0.123), number(1234.5)] == ["–", "0.12", "1,234"]
+    assert [fraction(None), fraction(0.875)] == ["–", "0.875"]
+    assert [duration(None), duration(5.04), duration(90), duration(3725)] == ["–", "5.0 s", "1:30", "1:02:05"]
+
+
+def test_the_doctor_finds_this_machine_fit_and_names_what_to_install() -> None:
+    findings = {finding.name: finding for finding in examine(quick=True)}
+    assert {"python", "system", "cores", "memory", "shared memory", "base packages", "model hub"} <= findings.keys()
+    assert findings["base packages"].status == "ok"
+    for extra in EXTRAS:
+        finding = findings[f"extra {extra}"]
+        assert finding.status == "ok" or f"tiderl[{extra}]" in finding.hint
