@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tiderl.cli.main import execute
+from tiderl.observe.definitions import DEFINITIONS
 
 ROOT = Path(__file__).parents[2]
 BUILTIN = str(ROOT / "examples" / "builtin.yaml")
@@ -131,6 +132,23 @@ def test_a_dry_run_says_what_has_no_effect(capsys: Capture) -> None:
     assert json.loads(capsys.readouterr().out)["no_effect"] == [
         "train.lr has no effect: virtual time does not model it"
     ]
+
+
+def test_a_simulation_prints_one_json_object_the_same_twice(capsys: Capture) -> None:
+    answers = []
+    for _ in range(2):
+        assert execute(["sim", BUILTIN, "-o", "train.updates=3", "-o", "eval.prompts=10", "--json"]) == 0
+        said = capsys.readouterr()
+        assert len(said.out.splitlines()) == 1 and "done after 3 updates" in said.err
+        answers.append(json.loads(said.out))
+    assert answers[0]["log_sha256"] == answers[1]["log_sha256"]
+    assert set(answers[0]) >= {*DEFINITIONS, "run_dir", "wall_s", "driver_load_fraction", "events", "no_effect"}
+
+
+def test_a_simulation_without_json_prints_its_summary_on_stdout(capsys: Capture) -> None:
+    assert execute(["sim", BUILTIN, "-o", "train.updates=2", "-o", "train.lr=1e-4"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("done after 2 updates") and "note: train.lr has no effect" in text
 
 
 def test_environments_are_listed_without_importing_them(capsys: Capture) -> None:

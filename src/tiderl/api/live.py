@@ -1,6 +1,6 @@
 """`train`: a run on real time: its directory, its processes, its signals, its result.
 
-The run directory exists, locked, before anything slow starts. What fails before the first update leaves no directory behind.
+The run directory exists, locked, before anything slow starts. What fails before the run begins leaves no directory.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from tiderl.api.records import load_run
 from tiderl.api.result import Fanout, Result, journal_counts, make_result
 from tiderl.cluster.inline import InlineCluster
 from tiderl.cluster.process import ProcessCluster
@@ -25,6 +26,7 @@ from tiderl.config.check import check_first_observation
 from tiderl.config.machine import prepare
 from tiderl.config.render import render_dry_run
 from tiderl.config.resolve import Resolved
+from tiderl.config.resume import resume_overrides
 from tiderl.data.errors import ConfigurationError, RunStopped, TideError
 from tiderl.data.events import Event
 from tiderl.data.records import TaskKey
@@ -39,8 +41,8 @@ from tiderl.store.blobs import FileBlobs
 from tiderl.store.checkpoints import FileCheckpoints
 from tiderl.store.lock import RunLock
 from tiderl.store.recorder import SegmentRecorder, read_events
-from tiderl.store.rundir import RunDirectory, choose, create
-from tiderl.store.sqlite import SqliteLedger
+from tiderl.store.rundir import RunDirectory, choose, clear, create, find
+from tiderl.store.sqlite import SqliteLedger, read_journal
 from tiderl.text.words import WordsRenderer
 
 
@@ -48,6 +50,8 @@ class Observer(Protocol):
     """Sees every event of a run, in order, on the run's own thread: it must return at once."""
 
     def observe(self, event: Event) -> None: ...
+    def note(self, text: str) -> None:
+        """A line for people: where the run is written, which option has no effect."""
 
 
 def train(
@@ -78,15 +82,43 @@ def train(
             raise
 
 
+def resume(run: str | Path, overrides: Sequence[str] = (), *, observer: Observer | None = None) -> Result:
+    """Goes on with a run where its journal ends; a finished one gives its result again, one that never got as far as a
+    checkpoint starts again.
+
+    Raises `ConfigurationError` when there is no such run or `overrides` change what a run may not change,
+    `RunLockedError` while another driver works on it, `CheckpointError` when nothing of it can be read.
+    """
+    started = time.monotonic()
+    directory = find(run)
+    resolved = prepare(directory.config, resume_overrides(overrides), command="train")
+    with RunLock(directory.root):
+        replay = read_journal(directory.journal)
+        if replay is not None and len(replay.updates) >= resolved.settings.updates and directory.summary.is_file():
+            return Result(load_run(directory.root).summary)
+        if replay is None or not replay.checkpoints:
+            clear(directory)
+        else:
+            FileCheckpoints(directory.checkpoints).remove_leftovers([row.checkpoint for row in replay.checkpoints])
+        if overrides:
+            directory.config.write_text(render_dry_run(resolved), encoding="utf-8")
+        driver = Driver(resolved, directory, observer, started, began=True)
+        return driver.run()
+
+
 class RunLoop(asyncio.SelectorEventLoop):
     """The real clock, counted from the start of the run; a resumed run goes on where its events end."""
 
-    def __init__(self, offset_s: float = 0.0) -> None:
-        self._origin_s = time.monotonic() - offset_s
+    def __init__(self) -> None:
+        self._origin_s = time.monotonic()
         super().__init__()
 
     def time(self) -> float:
         return time.monotonic() - self._origin_s
+
+    def set_time(self, now_s: float) -> None:
+        """From now on the clock shows this. For a moment at which no timer is set."""
+        self._origin_s = time.monotonic() - now_s
 
 
 @dataclass
@@ -101,17 +133,25 @@ class Driver:
     """True from the moment at which the run holds something worth keeping."""
 
     def run(self) -> Result:
+        self._say(f"writing to {self.directory.root}")
+        for item in self.resolved.no_effect:
+            self._say(str(item))
         metrics = RunMetrics()
-        offset_s = self._replay_events(metrics)
-        loop = RunLoop(offset_s)
+        last_s = self._replay_events(metrics)
+        loop = RunLoop()
         cpu = time.thread_time()
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                result: Result = runner.run(self._main(metrics, cpu, offset_s))
+                result: Result = runner.run(self._main(metrics, cpu, last_s))
         except (KeyboardInterrupt, asyncio.CancelledError):
-            raise RunStopped("interrupted; what was committed is kept", where=str(self.directory.root)) from None
+            kept = "; what was committed is kept" if self.began else " before the run began; nothing is kept"
+            raise RunStopped(f"interrupted{kept}", where=str(self.directory.root)) from None
         self.directory.summary.write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
         return result
+
+    def _say(self, text: str) -> None:
+        if self.observer is not None:
+            self.observer.note(text)
 
     def _replay_events(self, metrics: RunMetrics) -> float:
         last_s = 0.0
@@ -120,10 +160,11 @@ class Driver:
             last_s = event.t_s
         return last_s
 
-    async def _main(self, metrics: RunMetrics, cpu_s: float, offset_s: float) -> Result:
+    async def _main(self, metrics: RunMetrics, cpu_s: float, last_s: float) -> Result:
         config = self.resolved.config
         inline = config.cluster.kind == "inline"
         loop = asyncio.get_running_loop()
+        assert isinstance(loop, RunLoop)
         async with AsyncExitStack() as stack:
             signals = stack.enter_context(Signals())
             environments = self._environments(inline)
@@ -152,11 +193,13 @@ class Driver:
             run = Run(ports, self.resolved.settings, self.resolved.strategy)
             self.began = True
             signals.ask(run.request_stop)
+            if last_s:
+                loop.set_time(last_s)  # starting again is start-up: not in the run's clock
             outcome = await run.run()
             if outcome.updates > 0:
                 await cluster.update.save_model(str(self.directory.model.absolute()))
             counts = journal_counts(await ledger.replay())
-            seconds = loop.time() - offset_s
+            seconds = time.monotonic() - self.started_s
             return make_result(
                 metrics,
                 counts,
@@ -220,9 +263,7 @@ def host_specs(resolved: Resolved, renderer: WordsRenderer) -> list[HostSpec]:
     ]
 
 
-async def _check_first_observation(
-    resolved: Resolved, environments: Environments, renderer: WordsRenderer
-) -> None:
+async def _check_first_observation(resolved: Resolved, environments: Environments, renderer: WordsRenderer) -> None:
     """Resets one environment: its first observation must fit, and it must work at all, before anything else starts."""
     prompts = await environments.prompts("train")
     if not prompts:

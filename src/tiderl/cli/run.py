@@ -9,16 +9,24 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from tiderl.cli.options import AsJson, ConfigFile, Overrides, print_json
+from tiderl.data.errors import ConfigurationError
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the resolved file with the origin of every key; run nothing.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete a run of this name first.")]
+MaybeConfigFile = Annotated[
+    Path | None, typer.Argument(metavar="[CONFIG]", help="Configuration file (YAML).", show_default=False)
+]
+Resume = Annotated[
+    str | None,
+    typer.Option("--resume", metavar="RUN", help="Go on with this run, by name or folder.", show_default=False),
+]
 Save = Annotated[
     str | None,
     typer.Option("--save", metavar="NAME", help="Keep events and journal under runs/NAME.", show_default=False),
@@ -26,32 +34,49 @@ Save = Annotated[
 
 
 def train(
-    config: ConfigFile,
+    config: MaybeConfigFile = None,
+    resume: Resume = None,
     override: Overrides = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Train an agent.
+    """Train an agent, or go on with a run.
 
     tiderl train examples/babyai.yaml -o seed=1 -o train.updates=20
 
-    Ctrl-C stops after the update in progress; a second one stops at once.
+    tiderl train --resume runs/babyai-1
+
+    Ctrl-C stops after the update in progress, with a checkpoint; a second one stops at once.
     """
     overrides = override or []
+    _check_usage(config, resume, dry_run, overwrite)
     if dry_run:
+        assert config is not None
         _dry_run(config, overrides, "train", as_json)
         return
-    from tiderl.api import train as run
+    from tiderl import api
     from tiderl.observe.live import LiveView
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     view = LiveView()
     try:
-        result = run(config, overrides, overwrite=overwrite, observer=view).to_json()
+        if resume is not None:
+            result = api.resume(resume, overrides, observer=view).to_json()
+        else:
+            assert config is not None
+            result = api.train(config, overrides, overwrite=overwrite, observer=view).to_json()
     finally:
         view.close()
     _finish(result, as_json, _after_training(result))
+
+
+def _check_usage(config: Path | None, resume: str | None, dry_run: bool, overwrite: bool) -> None:
+    if (config is None) == (resume is None):
+        raise ConfigurationError("give a configuration file, or --resume RUN, not both", where="tiderl train")
+    if resume is not None and (dry_run or overwrite):
+        option = "--dry-run" if dry_run else "--overwrite"
+        raise ConfigurationError(f"{option} does not go with --resume", where="tiderl train")
 
 
 def sim(
@@ -77,7 +102,7 @@ def sim(
     _finish(result, as_json, [])
 
 
-def _dry_run(config: Path, overrides: Sequence[str], command: Any, as_json: bool) -> None:
+def _dry_run(config: Path, overrides: Sequence[str], command: Literal["train", "sim"], as_json: bool) -> None:
     from tiderl.config.load import dump
     from tiderl.config.machine import prepare
     from tiderl.config.render import render_dry_run
@@ -108,4 +133,7 @@ def _finish(result: dict[str, Any], as_json: bool, next_commands: Sequence[str])
 
 def _after_training(result: dict[str, Any]) -> list[str]:
     run_dir = result.get("run_dir")
-    return [f"tiderl show {run_dir} --last 3"] if run_dir else []
+    if not run_dir:
+        return []
+    resume = [f"tiderl train --resume {run_dir}"] if result.get("outcome") == "stopped" else []
+    return [*resume, f"tiderl show {run_dir} --last 3"]

@@ -52,16 +52,13 @@ def serve(channel: Channel, rank: Rank) -> None:
     reported_s = time.monotonic()
     reported_blocked = False
     while not rank.closed:
-        wait_s: float | None = 0.0
-        if not rank.has_work():
-            blocked = rank.blocked()
-            wait_s = BLOCKED_AFTER_S if blocked and not reported_blocked else None
-            message = channel.receive(wait_s)
-            if message is None:
-                channel.notify("blocked", blocked)
-                reported_blocked = True
-        else:
-            message = channel.receive(0.0)
+        working = rank.has_work()
+        blocked = "" if working else rank.blocked()
+        wait_s = 0.0 if working else BLOCKED_AFTER_S if blocked and not reported_blocked else None
+        message = channel.receive(wait_s)
+        if message is None and blocked:
+            channel.notify("blocked", blocked)
+            reported_blocked = True
         while message is not None:
             _carry_out(channel, rank, message)
             message = None if rank.closed else channel.receive(0.0)

@@ -55,6 +55,10 @@ class ProcessLink:
             connection = await Connection.open(self._child.socket, name, lost=RankLost, on_message=self._take)
             self._connection = connection
             started: Started = await connection.request("start", self.spec, Started, START_DEADLINE_S)
+        except RankLost as lost:
+            await self.kill()
+            hint = f"its log ends with: {tail}" if (tail := self.log_tail()) else ""
+            raise RankLost(f"it ended while it started ({self._child.status()})", where=name, hint=hint) from lost
         except BaseException:
             await self.kill()
             raise

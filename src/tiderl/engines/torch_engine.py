@@ -119,10 +119,9 @@ class TorchEngine:
 
     @torch.inference_mode()
     def abort(self, task: TaskKey, turn: int) -> TurnResult | None:
-        for result in self._ended:
+        for index, result in enumerate(self._ended):
             if (result.task, result.turn) == (task, turn):
-                self._ended.remove(result)
-                return result
+                return self._ended.pop(index)
         live = self._live.get(task)
         if live is None or live.turn.turn != turn:
             return None
@@ -147,20 +146,17 @@ class TorchEngine:
         self._admit()
         if not self._rows:
             return ended
-        logits, lives = [], []
+        logits = []
         decoding = self._decoding
         if decoding:
             logits.append(self._forward(0, [1] * decoding))
-            lives += self._rows[:decoding]
         plan = self._prefill_plan()
         if plan:
-            prefilled = self._forward(decoding, plan)
-            complete = [live for live in self._rows[decoding : decoding + len(plan)] if live.pending == 0]
+            logits.append(self._forward(decoding, plan))
             self._prefilled_tokens += sum(plan)
-            self._decoding += len(complete)
-            logits.append(prefilled[: len(complete)])
-            lives += complete
-        return ended + self._sample(torch.cat(logits), lives)
+        computed = self._rows[: decoding + len(plan)]
+        self._decoding = sum(live.pending == 0 for live in computed)  # all but a chunked one, which is the last
+        return ended + self._sample(torch.cat(logits), computed)
 
     def _admit(self) -> None:
         """Start queued turns in order while rows and budget allow; the first that does not fit holds back the rest."""
@@ -211,11 +207,13 @@ class TorchEngine:
         return logits
 
     def _sample(self, logits: torch.Tensor, lives: list[LiveTurn]) -> list[TurnResult | TurnFailure]:
-        """One token for each of the first rows (`lives`), and the outcome of those that end with it."""
-        if not lives:
-            return []
+        """One token for each of the first rows (`lives`), and the outcome of those that end with it.
+
+        A row with context still to prefill gets no token, but fails here already when its logits are not finite: so no NaN
+        outlives its step in the cache.
+        """
         temperatures = [live.turn.sampling.temperature for live in lives]
-        draws = sample(logits, temperatures, [live.next_uniform() for live in lives])
+        draws = sample(logits, temperatures, [0.0 if live.pending else live.next_uniform() for live in lives])
         now_s = self._clock()
         outcomes: list[TurnResult | TurnFailure] = []
         leaving: list[int] = []
@@ -225,6 +223,8 @@ class TorchEngine:
                 self._cache.clear(row)
                 live.retain = False
                 leaving.append(row)
+                continue
+            if live.pending:
                 continue
             reason = live.append(*draw, self._version, now_s)
             self._generated_tokens += 1
@@ -321,7 +321,7 @@ class TorchEngine:
         )
 
     def close(self) -> None:
-        """Drop every turn, the KV and the weights; nothing is returned for them. Idempotent."""
+        """Drop every turn and all KV; nothing is returned for them. Idempotent."""
         self._live.clear()
         self._queue.clear()
         self._ended.clear()

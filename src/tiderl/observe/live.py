@@ -55,6 +55,10 @@ class LiveView:
         elif isinstance(event, UpdateCommitted) and (self._due(LINE_S) or event.update == self.total_updates):
             self._print(self.line())
 
+    def note(self, text: str) -> None:
+        """A line that stays above the screen."""
+        self._print(text)
+
     def close(self) -> None:
         if self._live:
             self._live.stop()

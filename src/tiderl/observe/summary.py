@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from tiderl.observe.words import count, duration, fraction, number
 
+LABEL = 18
 DRIVER_LOAD_LIMIT = 0.5
 """Above this share of its time the driver's own work would limit the run (docs/architecture.md)."""
 
@@ -53,10 +53,8 @@ def render_summary(
     result: Mapping[str, Any], *, no_effect: Sequence[object] = (), next_commands: Sequence[str] = ()
 ) -> RenderableType:
     """Figures, warnings, and the commands that come next."""
-    table = Table.grid(padding=(0, 2))
-    for label, text in summary_lines(result):
-        table.add_row(Text(label, style="dim"), Text(text, overflow="fold"))
-    parts: list[RenderableType] = [Text(_headline(result), style="bold"), table]
+    parts: list[RenderableType] = [Text(_headline(result), style="bold")]
+    parts += [Text.assemble((label.ljust(LABEL), "dim"), text) for label, text in summary_lines(result)]
     parts += [Text(f"note: {text}", style="yellow") for text in warnings(result, no_effect)]
     parts += [Text(f"next: {command}") for command in next_commands]
     return Group(*parts)

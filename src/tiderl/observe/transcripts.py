@@ -10,6 +10,7 @@ import textwrap
 import numpy as np
 
 from tiderl.data.records import Trajectory, TurnSpan
+from tiderl.observe.words import count
 
 ENDINGS = {
     "terminated": "over",
@@ -29,7 +30,7 @@ def transcript(trajectory: Trajectory, *, status: str = "") -> str:
         f"trajectory {trajectory.id}",
         f"{key.split} prompt {key.prompt_id}, member {key.member}, attempt {key.attempt}",
         f"reward {trajectory.reward:.2f}, {outcome}",
-        f"{ENDINGS[trajectory.ending]} after {len(trajectory.turns)} turns",
+        f"{ENDINGS[trajectory.ending]} after {count(len(trajectory.turns), 'turn')}",
         f"{trajectory.tokens} tokens, {trajectory.loss_tokens} sampled",
         f"versions {_range(trajectory.versions[trajectory.loss_mask])}",
     ]

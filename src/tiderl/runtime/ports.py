@@ -164,12 +164,22 @@ class Cluster(Protocol):
     """Rank hosts. `start` returns when all are up. A lost host is restarted by the cluster itself and reported
     twice."""
 
-    ranks: int
-    engines: Mapping[int, Engine]  # by replica; the object stays the same over a restart
-    engine_ranks: Mapping[int, tuple[int, ...]]  # replica -> its ranks
-    references: Sequence[Reference]
-    actors: Sequence[Actor]
-    update: Update
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def engines(self) -> Mapping[int, Engine]:
+        """By replica; the objects stay the same over a restart."""
+
+    @property
+    def engine_ranks(self) -> Mapping[int, tuple[int, ...]]:
+        """Replica to its ranks."""
+
+    @property
+    def references(self) -> Sequence[Reference]: ...
+    @property
+    def actors(self) -> Sequence[Actor]: ...
+    @property
+    def update(self) -> Update: ...
 
     async def start(self) -> None: ...
     async def next_change(self) -> RankChange:

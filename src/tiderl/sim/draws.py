@@ -17,12 +17,6 @@ _UNIT = 2.0**-53
 _STANDARD_NORMAL = NormalDist()
 
 
-def _mixed(x: int) -> int:
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
-
-
 class Draws:
     """The draws of one purpose under one seed."""
 
@@ -33,8 +27,13 @@ class Draws:
 
     def uniform(self, group: int, member: int = 0, turn: int = 0) -> float:
         """In the open interval (0, 1)."""
-        combined = (self._base + group * _GROUP + member * _MEMBER + turn * _TURN) & _MASK
-        return ((_mixed(_mixed(combined) ^ self._base) >> 11) + 0.5) * _UNIT
+        x = (self._base + group * _GROUP + member * _MEMBER + turn * _TURN) & _MASK
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        x ^= (x >> 31) ^ self._base
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        return (((x ^ (x >> 31)) >> 11) + 0.5) * _UNIT
 
     def normal(self, group: int, member: int = 0, turn: int = 0) -> float:
         """Standard normal."""

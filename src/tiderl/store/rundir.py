@@ -102,3 +102,12 @@ def create(directory: RunDirectory, *, overwrite: bool) -> None:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"cannot make the run directory: {error.strerror}", where=str(root)) from error
+
+
+def clear(directory: RunDirectory) -> None:
+    """Forgets everything that a run did, but not its configuration: for one that never reached its first checkpoint."""
+    for folder in (directory.blobs, directory.checkpoints, directory.events):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    for path in (directory.metrics, *directory.root.glob(f"{directory.journal.name}*")):
+        path.unlink(missing_ok=True)

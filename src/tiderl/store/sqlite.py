@@ -291,3 +291,14 @@ class SqliteLedger:
             except Exception as bug:  # noqa: BLE001 as above: who waits must hear of it
                 error = CheckpointError(f"the journal failed: {type(bug).__name__}: {bug}")
         job.done(result, error)
+
+
+def read_journal(path: Path | str) -> Replay | None:
+    """The journal of a run that nobody works on; None where there is none. Raises `CheckpointError`."""
+    if not Path(path).is_file():
+        return None
+    journal = Journal(path)
+    try:
+        return journal.replay()
+    finally:
+        journal.close()

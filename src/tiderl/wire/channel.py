@@ -29,6 +29,8 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         self.socket = sock
+        self._poller = select.poll()  # unlike select, for any number of open files
+        self._poller.register(sock, select.POLLIN)
         self._reader = FrameReader()
         self._received: deque[Message] = deque()
         self._send_lock = threading.Lock()
@@ -53,7 +55,7 @@ class Channel:
         Raises `InfrastructureFault` when the peer closed, in the middle of a frame or between two.
         """
         while not self._received:
-            if not select.select([self.socket], [], [], timeout_s)[0]:
+            if not self._poller.poll(None if timeout_s is None else timeout_s * 1000):
                 return None
             try:
                 data = self.socket.recv(_READ_BYTES)

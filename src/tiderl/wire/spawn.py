@@ -10,9 +10,11 @@ import contextlib
 import os
 import select
 import signal
+import site
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,8 +113,9 @@ def die_with_parent(channel: Channel) -> None:
 
 
 def _import_path() -> str:
-    """The child imports what the parent would: the parent's own entries before those of the installation."""
-    installed = tuple({os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)})
-    own = [entry for entry in sys.path if entry and not os.path.realpath(entry).startswith(installed)]
+    """The child imports what the parent would: the parent's own entries, without those that every interpreter has."""
+    everywhere = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), site.getusersitepackages()]
+    shared = [Path(folder).resolve() for folder in (*everywhere, *site.getsitepackages())]
+    own = [entry for entry in sys.path if entry and not any(Path(entry).resolve().is_relative_to(f) for f in shared)]
     inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry not in own]
     return os.pathsep.join([*own, *inherited])
