@@ -40,7 +40,7 @@ def workload() -> Workload:
 
 def subject(layout: str) -> Subject:
     settings = EngineSettings(MODEL, kv_budget_tokens=512)
-    cluster = SimCluster(LAYOUTS[layout], 1, cost_model("this-cpu", MODEL), workload(), settings)
+    cluster = SimCluster(LAYOUTS[layout], [1], cost_model("this-cpu", MODEL), workload(), settings)
     return Subject(cluster, vocab_size=64, max_context_tokens=128)
 
 

@@ -248,7 +248,7 @@ def test_a_lost_rollout_rank_costs_its_tasks_only(seconds) -> None:
     assert run.outcome.outcome == "done"
     assert books_balance(run.replay) == []
     assert [e.rank for e in run.log.of(RankLostEvent)] == [0]
-    assert set(e.reason for e in run.log.of(Dropped)) <= {"rank_lost"}
+    assert {e.reason for e in run.log.of(Dropped)} <= {"rank_lost"}
 
 
 @pytest.mark.parametrize("seconds", [0.05, 0.5, 1.0, 2.0, 3.0])
@@ -287,17 +287,16 @@ def test_bad_expert_is_a_configuration_error() -> None:
     import msgspec
     from support.virtual_runs import Log, resolved_example
 
-    from tiderl.api.virtual import build_ports
+    from tiderl.api.virtual import Persisted, build_ports
     from tiderl.data.settings import WarmupSettings
     from tiderl.runtime.run import Run
     from tiderl.sim.loop import run_virtual
-    from tiderl.store.memory import MemoryLedger
 
     resolved = resolved_example()
     resolved = replace(resolved, settings=msgspec.structs.replace(resolved.settings, warmup=WarmupSettings(5, 5, 1e-3)))
 
     async def main() -> None:
-        await Run(build_ports(resolved, MemoryLedger(), Log()), resolved.settings, resolved.strategy).run()
+        await Run(build_ports(resolved, Persisted(), Log()), resolved.settings, resolved.strategy).run()
 
     with pytest.raises(ConfigurationError, match="no expert"):
         run_virtual(main)

@@ -44,7 +44,7 @@ def workload(wait: WaitProfile | None = None) -> Workload:
 
 
 def cluster_of(engine_ranks: dict[int, tuple[int, ...]], actor_rank: int, budget: int = 512) -> SimCluster:
-    return SimCluster(engine_ranks, actor_rank, COST, workload(), EngineSettings(MODEL, budget))
+    return SimCluster(engine_ranks, [actor_rank], COST, workload(), EngineSettings(MODEL, budget))
 
 
 def micro_batch(update: int = 1, index: int = 0, tokens: int = 100) -> MicroBatch:

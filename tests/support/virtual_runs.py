@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from tiderl.api.virtual import build_ports
+from tiderl.api.virtual import Persisted, build_ports
 from tiderl.config.load import load_config
 from tiderl.config.resolve import Resolved, resolve
 from tiderl.data.events import Event
@@ -17,7 +17,6 @@ from tiderl.data.settings import WarmupSettings
 from tiderl.runtime.ports import Ports, Replay
 from tiderl.runtime.run import Outcome, Run
 from tiderl.sim.loop import run_virtual
-from tiderl.store.memory import MemoryLedger
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "builtin.yaml"
 
@@ -115,17 +114,17 @@ def virtual_run(
     fault: Fault = lambda key, turn: None,
     score: Callable[[TaskKey], float | Exception | None] = lambda key: None,
     beside: Callable[[Run, Ports], object] | None = None,
-    ledger: MemoryLedger | None = None,
+    persisted: Persisted | None = None,
     change: Callable[[Ports], None] = lambda ports: None,
 ) -> VirtualRun:
     """One run to its end. `beside(run, ports)` makes a coroutine that goes on next to it; `change` edits the ports."""
     import asyncio
 
     resolved = resolved_example(*overrides)
-    log, ledger = Log(), ledger or MemoryLedger()
+    log, persisted = Log(), persisted or Persisted()
 
     async def main() -> tuple[Ports, Outcome, Replay]:
-        ports = build_ports(resolved, ledger, log)
+        ports = build_ports(resolved, persisted, log)
         ports.environments = FaultyEnvironments(ports.environments, fault, score)
         change(ports)
         run = Run(ports, resolved.settings, resolved.strategy)
@@ -135,7 +134,7 @@ def virtual_run(
         finally:
             if other is not None:
                 other.cancel()
-        return ports, outcome, await ledger.replay()
+        return ports, outcome, await persisted.ledger.replay()
 
     ports, outcome, replay = run_virtual(main)
     return VirtualRun(resolved, ports, log, outcome, replay)

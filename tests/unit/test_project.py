@@ -73,9 +73,7 @@ def test_self_references_name_existing_extras() -> None:
 @pytest.mark.parametrize("module", ["tiderl", "tiderl.cli.main"])
 def test_import_pulls_in_no_package_of_the_extras(module: str) -> None:
     code = f"import sys, {module}; print(*sorted(set(sys.modules) & set({HEAVY!r})))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
 

@@ -22,8 +22,9 @@ from support.tiny_models import (
 )
 
 from tiderl.data.records import TaskKey, WeightHandle
+from tiderl.data.settings import EngineSettings
 from tiderl.data.turns import Turn, TurnFailure, TurnResult
-from tiderl.engines.residency import HeldKv
+from tiderl.engines.residency import HeldKv, Residency
 from tiderl.engines.torch_engine import TorchEngine, build
 
 TASKS = 5
@@ -194,10 +195,26 @@ def test_the_oracle_catches_kv_of_old_weights() -> None:
         driver.finish()
 
 
-def test_the_oracle_catches_kv_of_other_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mutant for I8: held KV is taken for the new context without comparing the ids."""
-    monkeypatch.setattr(HeldKv, "usable_tokens", lambda held, ids, version: min(held.tokens, len(ids)))
-    driver = Driver("qwen3")
+class CarelessKv(HeldKv):
+    def usable_tokens(self, ids: np.ndarray, version: int) -> int:
+        return min(self.tokens, len(ids))
+
+
+class CarelessResidency(Residency):
+    def settle(self, task: TaskKey, entry: HeldKv | None) -> None:
+        super().settle(task, entry and CarelessKv(entry.ids, entry.version, entry.kv))
+
+
+class CarelessEngine(TorchEngine):
+    """Mutant for I8: takes a task's KV for its new context without comparing the ids."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
+        self._residency = CarelessResidency(settings.kv_budget_tokens)
+
+
+def test_the_oracle_catches_kv_of_other_ids() -> None:
+    driver = Driver("qwen3", CarelessEngine)
     driver.add(0, 12, 6, 1.0, False)
     driver.finish()
     driver.histories[0] = [(token + 1) % VOCAB_SIZE for token in driver.histories[0]]

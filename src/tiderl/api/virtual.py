@@ -6,6 +6,7 @@ import gc
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -38,6 +39,7 @@ LEARNING = (
     "reward_first",
     "reward_last",
     "logprob_gap_mean",
+    "evals",
 )
 """Figures that virtual time does not have: nothing is learned there, rewards are drawn."""
 
@@ -73,17 +75,17 @@ def simulate(config: str | Path, overrides: Sequence[str] = (), *, save: str | N
 def _run(resolved: Resolved, log: HashRecorder, directory: RunDirectory | None, started: float) -> Result:
     metrics = RunMetrics()
     recorder = Fanout([log], metrics, [])
-    ledger = MemoryLedger()
+    persisted = Persisted()
     # Start-up and warm start are not in the run's clock, and simulated environments have no expert.
     settings = msgspec.structs.replace(resolved.settings, warmup=WarmupSettings(demos=0, updates=0, lr=0.0))
-    run = Run(build_ports(resolved, ledger, recorder), settings, resolved.strategy)
+    run = Run(build_ports(resolved, persisted, recorder), settings, resolved.strategy)
     cpu = time.thread_time()
     run_virtual(run.run)
     cpu = time.thread_time() - cpu
     gc.collect()
     return make_result(
         metrics,
-        journal_counts(run_virtual(ledger.replay)),
+        journal_counts(run_virtual(persisted.ledger.replay)),
         resolved.no_effect,
         run_dir=str(directory.root) if directory else None,
         wall_s=time.monotonic() - started,
@@ -94,8 +96,18 @@ def _run(resolved: Resolved, log: HashRecorder, directory: RunDirectory | None, 
     )
 
 
-def build_ports(resolved: Resolved, ledger: MemoryLedger, recorder: Recorder) -> Ports:
-    """Simulated ports for a resolved configuration; `ledger` may be one that was reopened."""
+@dataclass
+class Persisted:
+    """What outlives a simulated driver: a new one over the same things resumes the run."""
+
+    ledger: MemoryLedger = field(default_factory=MemoryLedger)
+    blobs: MemoryBlobs = field(default_factory=MemoryBlobs)
+    checkpoints: MemoryCheckpoints = field(default_factory=MemoryCheckpoints)
+    saved: dict[str, int] = field(default_factory=dict)
+
+
+def build_ports(resolved: Resolved, persisted: Persisted, recorder: Recorder) -> Ports:
+    """Simulated ports for a resolved configuration."""
     config = resolved.config
     renderer = LengthsRenderer()
     model: ModelSettings = resolved.model_settings(
@@ -113,18 +125,19 @@ def build_ports(resolved: Resolved, ledger: MemoryLedger, recorder: Recorder) ->
     return Ports(
         cluster=SimCluster(
             resolved.layout.engine_ranks,
-            resolved.layout.actor_ranks[0],
+            resolved.layout.actor_ranks,
             cost_model(config.sim.hardware, model),
             workload,
             resolved.engine_settings(model),
             with_reference=resolved.settings.uses_reference,
+            saved=persisted.saved,
         ),
         environments=SimEnvironments(
             workload, slots=resolved.slots, deadline_s=config.env.deadline_s, eval_prompts=config.eval.prompts
         ),
         renderer=renderer,
-        ledger=ledger,
-        blobs=MemoryBlobs(),
-        checkpoints=MemoryCheckpoints(),
+        ledger=persisted.ledger,
+        blobs=persisted.blobs,
+        checkpoints=persisted.checkpoints,
         recorder=recorder,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiderl.data.errors import ConfigurationError
@@ -123,6 +123,15 @@ class CostModel:
     def actor_token_s(self) -> float:
         """Forward and backward of one trained token."""
         return self.forward_token_s + self.backward_token_s
+
+    def divided_among(self, ranks: int) -> CostModel:
+        """The same with the trainer's token work spread evenly over `ranks`; the exchange of gradients is not modelled."""
+        return replace(
+            self,
+            reference_token_s=self.reference_token_s / ranks,
+            forward_token_s=self.forward_token_s / ranks,
+            backward_token_s=self.backward_token_s / ranks,
+        )
 
 
 @dataclass(frozen=True)

@@ -209,8 +209,8 @@ class TorchEngine:
     def _sample(self, logits: torch.Tensor, lives: list[LiveTurn]) -> list[TurnResult | TurnFailure]:
         """One token for each of the first rows (`lives`), and the outcome of those that end with it.
 
-        A row with context still to prefill gets no token, but fails here already when its logits are not finite: so no NaN
-        outlives its step in the cache.
+        A row with context still to prefill gets no token, but fails here already when its logits are not finite: so no
+        NaN outlives its step in the cache.
         """
         temperatures = [live.turn.sampling.temperature for live in lives]
         draws = sample(logits, temperatures, [0.0 if live.pending else live.next_uniform() for live in lives])

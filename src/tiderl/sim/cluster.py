@@ -7,7 +7,7 @@ live: pending turns fail, weights and KV are gone, the same port objects go on (
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tiderl.cost.model import CostModel
 from tiderl.data.errors import ConfigurationError
@@ -23,28 +23,31 @@ from tiderl.sim.workload import Workload
 class SimCluster:
     """Build it anywhere, use it on a virtual loop.
 
-    `engine_ranks`: replica -> its ranks. `actor_rank` trains, and holds the reference when `with_reference`. Ranks are
-    numbered from 0 without a hole. Raises `ConfigurationError` for an impossible layout or a KV budget beyond memory.
+    `engine_ranks`: replica -> its ranks. `actor_ranks` train together and hold the reference when `with_reference`: the
+    first of them speaks for all, and their work is divided evenly. Ranks are numbered from 0 without a hole.
+    `saved`: what earlier trainers of the run saved (folder -> update), to resume from.
+    Raises `ConfigurationError` for an impossible layout or a KV budget beyond memory.
     """
 
     def __init__(
         self,
         engine_ranks: Mapping[int, tuple[int, ...]],
-        actor_rank: int,
+        actor_ranks: Sequence[int],
         cost: CostModel,
         workload: Workload,
         engine: EngineSettings,
         *,
         with_reference: bool = True,
+        saved: dict[str, int] | None = None,
     ) -> None:
-        _check_layout(engine_ranks, actor_rank)
+        _check_layout(engine_ranks, actor_ranks)
         if engine.kv_budget_tokens > cost.kv_capacity_tokens:
             raise ConfigurationError(
                 f"{engine.kv_budget_tokens} tokens of KV do not fit the simulated memory, which holds "
                 f"{cost.kv_capacity_tokens}",
                 where="rollout.kv_budget_tokens",
             )
-        numbers = sorted({actor_rank, *(rank for ranks in engine_ranks.values() for rank in ranks)})
+        numbers = sorted({*actor_ranks, *(rank for ranks in engine_ranks.values() for rank in ranks)})
         hosts = {number: SimRank(number) for number in numbers}
         said: dict[TaskKey, tuple[int, int]] = {}
         self.ranks = len(hosts)
@@ -54,11 +57,12 @@ class SimCluster:
             for replica, ranks in self.engine_ranks.items()
         }
         self.engines: Mapping[int, SimEngine] = self._engines
-        trains = hosts[actor_rank]
-        actor = SimActor(trains, cost)
+        trains = hosts[actor_ranks[0]]
+        shared = cost.divided_among(len(actor_ranks))
+        actor = SimActor(trains, shared)
         self.actors = (actor,)
-        self.references = (SimReference(trains, cost),) if with_reference else ()
-        self.update = SimUpdate(trains, actor, cost)
+        self.references = (SimReference(trains, shared),) if with_reference else ()
+        self.update = SimUpdate(trains, actor, shared, {} if saved is None else saved)
         self._hosts = hosts
         self._changes: asyncio.Queue[RankChange] = asyncio.Queue()
 
@@ -87,12 +91,12 @@ class SimCluster:
         self._changes.put_nowait(RankChange(rank, lost=False))
 
 
-def _check_layout(engine_ranks: Mapping[int, tuple[int, ...]], actor_rank: int) -> None:
+def _check_layout(engine_ranks: Mapping[int, tuple[int, ...]], actor_ranks: Sequence[int]) -> None:
     taken = [rank for ranks in engine_ranks.values() for rank in ranks]
-    everyone = sorted({actor_rank, *taken})
-    if not taken or len(set(taken)) < len(taken) or everyone != list(range(len(everyone))):
+    everyone = sorted({*actor_ranks, *taken})
+    if not taken or not actor_ranks or len(set(taken)) < len(taken) or everyone != list(range(len(everyone))):
         raise ConfigurationError(
-            f"impossible ranks: engines on {dict(engine_ranks)}, the actor on {actor_rank}",
+            f"impossible ranks: engines on {dict(engine_ranks)}, actors on {list(actor_ranks)}",
             where="cluster.ranks",
             hint="each rank belongs to one engine at most, and ranks count from 0 without a hole",
         )

@@ -60,13 +60,13 @@ class SimActor:
 
 
 class SimUpdate:
-    """The optimizer of one actor rank. Checkpoints are remembered by their directory's name: nothing is written."""
+    """The optimizer of one actor rank. Checkpoints are remembered in `saved` by their directory's name: nothing is written."""
 
-    def __init__(self, rank: SimRank, actor: SimActor, cost: CostModel) -> None:
+    def __init__(self, rank: SimRank, actor: SimActor, cost: CostModel, saved: dict[str, int]) -> None:
         self._on, self._actor, self._cost = rank, actor, cost
         self._running: int | None = None
         self._updates_done = 0
-        self._checkpoints: dict[str, int] = {}
+        self._checkpoints = saved
 
     async def warm_up(self, demos: Sequence[TrainSequence], updates: int, lr: float) -> dict[str, float]:
         """`updates` steps, each over all of `demos`. Nothing is learned, so no metric comes back."""
