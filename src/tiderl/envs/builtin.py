@@ -92,7 +92,7 @@ class Fetch(Environment):
                 return Step(ending, float(success), terminated=True, info={"success": success})
         elif word == "forward":
             target = self._next_cell()
-            if self._inside(target) and target not in self._objects:
+            if self._inside(target):
                 self._at = target
         elif word in ("left", "right"):
             self._heading = (self._heading + (1 if word == "right" else -1)) % len(HEADINGS)
@@ -103,41 +103,36 @@ class Fetch(Environment):
         return Step(self._scene())
 
     def expert(self, prompt: Prompt) -> list[str]:
-        """A shortest way to the object that was asked for."""
+        """What somebody does who sees no more than is said: turn left until it is in sight, walk to its row, turn to it,
+        walk up to it, take it."""
         self.reset(prompt)
         goal = next(cell for cell, look in self._objects.items() if look == self._wanted)
-        ways: list[tuple[Cell, int, list[str]]] = [(self._at, self._heading, [])]
-        known = {(self._at, self._heading)}
-        for at, heading, way in ways:  # breadth first: the list grows while it is walked through
-            ahead = _sum(at, HEADINGS[heading])
-            if ahead == goal:
-                return [*way, "take"]
-            following = [("left", at, (heading - 1) % 4), ("right", at, (heading + 1) % 4)]
-            if self._inside(ahead) and ahead not in self._objects:
-                following.insert(0, ("forward", ahead, heading))
-            for word, cell, turned in following:
-                if (cell, turned) not in known:
-                    known.add((cell, turned))
-                    ways.append((cell, turned, [*way, word]))
-        return []  # walled in by other objects: nobody can solve it
+        actions: list[str] = []
+        while not actions or actions[-1] != "take":
+            ahead, aside = self._relative(goal)
+            if (ahead, aside) == (1, 0):
+                actions.append("take")
+            elif ahead > 0:
+                actions.append("forward")
+            else:
+                actions.append("right" if ahead == 0 and aside > 0 else "left")
+            self.step(Action(actions[-1]))
+        return actions
 
     def _scene(self) -> str:
-        """How far the wall ahead is, and each object that is not behind, the nearest first."""
-        right = HEADINGS[(self._heading + 1) % 4]
-        forward = HEADINGS[self._heading]
+        """Each object that is not behind, the nearest first."""
         seen = []
-        for (x, y), look in self._objects.items():
-            way = (x - self._at[0], y - self._at[1])
-            ahead, aside = _dot(way, forward), _dot(way, right)
+        for cell, look in self._objects.items():
+            ahead, aside = self._relative(cell)
             if ahead >= 0:
                 seen.append((ahead + abs(aside), aside, [*look, *_place(ahead, aside)]))
-        steps = 1
-        while self._inside((self._at[0] + steps * forward[0], self._at[1] + steps * forward[1])):
-            steps += 1
-        words = ["wall", str(steps), "see"]
-        for *_, described in sorted(seen):
-            words += described
-        return " ".join(words if seen else [*words, "nothing"])
+        words = [word for *_, described in sorted(seen) for word in described]
+        return " ".join(["see", *(words or ["nothing"])])
+
+    def _relative(self, cell: Cell) -> Cell:
+        """How far `cell` is ahead and how far aside, to the right positive."""
+        way = (cell[0] - self._at[0], cell[1] - self._at[1])
+        return _dot(way, HEADINGS[self._heading]), _dot(way, HEADINGS[(self._heading + 1) % len(HEADINGS)])
 
     def _next_cell(self) -> Cell:
         return _sum(self._at, HEADINGS[self._heading])
@@ -150,7 +145,7 @@ def _place(ahead: int, aside: int) -> list[str]:
     words = [str(ahead), "ahead"] if ahead else []
     if aside:
         words += [str(abs(aside)), "left" if aside < 0 else "right"]
-    return words
+    return words or ["here"]
 
 
 def _sum(a: Cell, b: Cell) -> Cell:
