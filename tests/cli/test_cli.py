@@ -73,7 +73,8 @@ def test_help_and_version_import_nothing_heavy() -> None:
 MISTAKES = [
     ((), "Usage: tiderl"),
     (("frobnicate",), "No such command 'frobnicate'", "tiderl --help"),
-    (("train",), "Missing argument 'CONFIG'", "tiderl train --help"),
+    (("train",), "give a configuration file, or --resume RUN", "tiderl train --help"),
+    (("train", BUILTIN, "--resume", "x"), "not both"),
     (("train", "--foo", BUILTIN), "No such option", "tiderl train --help"),
     (("train", "nowhere.yaml"), "nowhere.yaml: no such configuration file"),
     (("train", BUILTIN, "-o", "train.lrr=1"), "unknown key train.lrr", "did you mean train.lr?"),

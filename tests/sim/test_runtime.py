@@ -306,3 +306,24 @@ def test_steps_report_their_wait_and_readiness() -> None:
     steps = virtual_run([HEAVY_TAIL]).log.of(StepStarted)
     assert [s.update for s in steps] == [1, 2, 3, 4, 5, 6]
     assert all(s.ready_groups >= 3 and s.waited_s >= 0 and s.oldest_ready_s >= 0 for s in steps)
+
+
+def test_nothing_is_started_again_and_again_on_a_rank_whose_loss_is_not_known_yet() -> None:
+    """The calls fail at once, the report of the loss comes a second later: each task is dropped once, not a thousand times."""
+
+    def slow_reports(ports) -> None:
+        fast = ports.cluster.next_change
+
+        async def next_change():
+            change = await fast()
+            await asyncio.sleep(1.0)
+            return change
+
+        ports.cluster.next_change = next_change
+
+    run = virtual_run(["cluster.ranks=2", HEAVY_TAIL], beside=lose_at(1.0, rank=0, away_s=3.0), change=slow_reports)
+    assert run.outcome.outcome == "done"
+    assert books_balance(run.replay) == []
+    per_member = [(e.prompt_id, e.member) for e in run.log.of(Dropped)]
+    assert per_member
+    assert len(per_member) == len(set(per_member))

@@ -186,7 +186,7 @@ class Driver:
                 environments=environments,
                 renderer=renderer,
                 ledger=ledger,
-                blobs=FileBlobs(self.directory.blobs),
+                blobs=FileBlobs(self.directory.blobs, threaded=not inline),
                 checkpoints=FileCheckpoints(self.directory.checkpoints),
                 recorder=recorder,
             )

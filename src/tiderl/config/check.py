@@ -16,7 +16,7 @@ SIM_ONLY = "sim."
 NOT_IN_SIM = frozenset(
     {
         *("model.tokenizer", "warmup.demos", "warmup.updates", "warmup.lr", "env.isolation", "env.workers"),
-        *("rollout.temperature", "algorithm.advantage", "train.lr", "cluster.kind", "eval.temperature"),
+        *("rollout.temperature", "algorithm.advantage", "train.lr", "cluster.kind", "eval.temperature", "log.trackers"),
     }
 )
 """What virtual time does not model: a shared file may hold them, but one given by `-o` to `sim` is a mistake."""
@@ -104,6 +104,12 @@ def _check_model(loaded: Loaded) -> None:
     model = loaded.config.model
     if model.path != "scratch":
         return
+    if model.tokenizer == "chat":
+        raise loaded.refuse(
+            "model.tokenizer",
+            "a model from scratch has no chat template",
+            "use words, or a model.path with a tokenizer of its own",
+        )
     if model.hidden % model.heads or (model.hidden // model.heads) % 2:
         even = f"{model.hidden} over {model.heads} heads"
         raise loaded.refuse("model.hidden", f"must divide by model.heads into an even head size, given {even}")

@@ -1,4 +1,4 @@
-"""The one thing that the configuration asks of the machine: how much memory its ranks may share.
+"""What the configuration asks of the machine: how much memory its ranks may share, and where the model is.
 
 Totals, never what happens to be free: the same machine gives the same run (I10).
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from tiderl.config.load import load_config
+from tiderl.config.model_folder import model_folder
 from tiderl.config.resolve import Command, Resolved, resolve
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -26,7 +27,17 @@ def memory_bytes() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
-def prepare(path: str | Path, overrides: Sequence[str] = (), *, command: Command) -> Resolved:
-    """Load, check and resolve. `sim` runs on a described machine, so this one's memory does not count there."""
+def prepare(
+    path: str | Path, overrides: Sequence[str] = (), *, command: Command, needs_weights: bool = False
+) -> Resolved:
+    """Load, check and resolve. `sim` runs on a described machine, so this one's memory does not count there.
+
+    `needs_weights`: the model will be run, so all of it must be here; of a hub id that may be a download.
+    """
     loaded = load_config(path, overrides)
-    return resolve(loaded, command=command, memory_bytes=memory_bytes() if command == "train" else None)
+    return resolve(
+        loaded,
+        command=command,
+        memory_bytes=None if command == "sim" else memory_bytes(),
+        model_folder=model_folder(loaded, whole=needs_weights),
+    )

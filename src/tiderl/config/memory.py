@@ -47,10 +47,13 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_value
 
 
-def model_shape(config: Config, *, refuse: Callable[..., ConfigurationError]) -> ModelShape:
-    """The shape of `model:`. `refuse(key, what, hint)` makes the error for a folder that is no model."""
+def model_shape(
+    config: Config, folder: Path | None, *, refuse: Callable[..., ConfigurationError]
+) -> ModelShape:
+    """The shape of `model:`, from `config.json` of its folder (None: `scratch`). `refuse(key, what, hint)` makes the
+    error for a folder that is no model."""
     model = config.model
-    if model.path == "scratch":
+    if folder is None:
         return ModelShape(
             layers=model.layers,
             hidden=model.hidden,
@@ -60,13 +63,6 @@ def model_shape(config: Config, *, refuse: Callable[..., ConfigurationError]) ->
             intermediate=MLP_WIDTH_FACTOR * model.hidden,
             vocabulary=SCRATCH_VOCABULARY,
         )
-    folder = Path(model.path).expanduser()
-    if not folder.is_dir():
-        hub = "a hub id is not yet supported: download the model and give its folder"
-        hint = hub if not model.path.startswith((".", "/", "~")) else "give `scratch` or a Hugging Face folder"
-        raise refuse("model.path", f"no such folder: {model.path}", hint)
-    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        raise refuse("model.path", f"{model.path} is no model: it needs config.json and *.safetensors")
     try:
         sizes = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         family = sizes["model_type"]
@@ -79,7 +75,7 @@ def model_shape(config: Config, *, refuse: Callable[..., ConfigurationError]) ->
             intermediate=sizes["intermediate_size"],
             vocabulary=sizes["vocab_size"],
         )
-    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise refuse("model.path", f"{folder / 'config.json'} is no model description ({error!r})") from None
     if family not in FAMILIES:
         raise refuse(

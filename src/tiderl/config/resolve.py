@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from tiderl.config.check import NoEffect, check_combinations, without_effect
@@ -60,6 +61,8 @@ class Resolved:
     layout: Layout
     shape: ModelShape
     device: str
+    model_folder: Path | None
+    """Where the model is on this machine; None for `scratch`."""
     no_effect: tuple[NoEffect, ...]
 
     @property
@@ -78,9 +81,8 @@ class Resolved:
         self, *, vocab_size: int, pad_id: int, stop_ids: tuple[int, ...], words: tuple[str, ...] = ()
     ) -> ModelSettings:
         """The policy for a vocabulary, which only the environment knows."""
-        model = self.config.model
         return ModelSettings(
-            path=model.path,
+            path="scratch" if self.model_folder is None else str(self.model_folder.absolute()),
             vocab_size=vocab_size,
             max_context_tokens=self.config.rollout.max_context_tokens,
             pad_id=pad_id,
@@ -115,11 +117,19 @@ class Resolved:
         )
 
 
-def resolve(loaded: Loaded, *, command: Command, memory_bytes: int | None = None, device: str = "cpu") -> Resolved:
+def resolve(
+    loaded: Loaded,
+    *,
+    command: Command,
+    memory_bytes: int | None = None,
+    device: str = "cpu",
+    model_folder: Path | None = None,
+) -> Resolved:
     """Check the combinations and replace every `auto`.
 
     `memory_bytes`: what all ranks of this machine may use together (on accelerators: of one, times the ranks); None
-    leaves memory out of `kv_budget_tokens`. Raises `ConfigurationError`.
+    leaves memory out of `kv_budget_tokens`. `model_folder`: what `model.path` names, None for `scratch`. Raises
+    `ConfigurationError`.
     """
     config = loaded.config
     try:
@@ -127,7 +137,7 @@ def resolve(loaded: Loaded, *, command: Command, memory_bytes: int | None = None
     except ConfigurationError as error:
         raise loaded.refuse("schedule.strategy", error.what, error.hint) from None
     check_combinations(loaded, strategy)
-    shape = model_shape(config, refuse=loaded.refuse)
+    shape = model_shape(config, model_folder, refuse=loaded.refuse)
     layout = _layout(loaded, strategy, command)
     bound = config.schedule.max_staleness if strategy.max_staleness is None else strategy.max_staleness
     slots = config.env.slots
@@ -157,6 +167,7 @@ def resolve(loaded: Loaded, *, command: Command, memory_bytes: int | None = None
         layout=layout,
         shape=shape,
         device=device,
+        model_folder=model_folder,
         no_effect=without_effect(loaded, strategy, command=command),
     )
 

@@ -60,6 +60,7 @@ Seconds = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 Name = Annotated[str, Field(min_length=1)]
+Tracker = Annotated[Literal["tensorboard"], _not_yet(("tensorboard",), ("wandb", "mlflow", "trackio"))]
 
 
 class Section(BaseModel):
@@ -72,9 +73,9 @@ class ModelConfig(Section):
     """The policy. The sizes count only for `path: scratch`; else they are those of the folder."""
 
     path: Name = "scratch"
-    """`scratch`, or a Hugging Face folder."""
-    tokenizer: Annotated[Literal["words"], _not_yet(("words",), ("chat",))] = "words"
-    """`words`: one token for each word of the environment's vocabulary."""
+    """`scratch`, a Hugging Face folder, or a hub id."""
+    tokenizer: Literal["words", "chat"] = "words"
+    """`words`: one token for each word of the environment's vocabulary; `chat`: that of `path`, with its template."""
     layers: Positive = 4
     hidden: Positive = 128
     heads: Positive = 4
@@ -206,10 +207,11 @@ class EvalConfig(Section):
 
 
 class LogConfig(Section):
-    """Reserved for profiles and trackers."""
+    """Where a run is told beside its own files."""
 
     profile: Annotated[bool, BeforeValidator(_only(False, "a profile"))] = False
-    trackers: Annotated[list[str], BeforeValidator(_only([], "a tracker"))] = []
+    trackers: list[Tracker] = []
+    """`tensorboard`: curves under the run's `tensorboard/`."""
 
 
 class SimConfig(Section):

@@ -17,7 +17,7 @@ from tiderl.envs.base import Environment
 ACTIONS = ("left", "right", "forward", "take")
 COLORS = ("red", "green", "blue", "white")
 THINGS = ("cup", "key", "book")
-SCENE_WORDS = ("fetch", "see", "wall", "nothing", "ahead", "taken", "wrong", "invalid")
+SCENE_WORDS = ("fetch", "see", "nothing", "here", "ahead", "taken", "wrong", "invalid")
 
 SIZE_CELLS = 5
 OBJECTS = 2

@@ -229,8 +229,9 @@ class Renderer(Protocol):
     def begin(self, observation: Observation, tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
         """int32 [n]: the context before the first turn, up to where the policy speaks."""
 
-    def extend(self, observation: Observation) -> np.ndarray:
-        """int32 [n]: what follows the policy's last token, up to where it speaks again."""
+    def extend(self, observation: Observation, said: np.ndarray | None = None) -> np.ndarray:
+        """int32 [n]: what follows the policy's last token, up to where it speaks again. `said`: the ids of its last
+        turn, int32 [m]; None stands for a turn that ended with its stop token and called no tool."""
 
     def action_ids(self, text: str) -> np.ndarray:
         """int32 [n]: what a policy would sample to say `text`, stop token included (for demonstrations)."""

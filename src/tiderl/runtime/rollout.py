@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from tiderl.data.errors import EnvironmentFault, InfrastructureFault, TideError, VerifierFault
+from tiderl.data.errors import EnvironmentFault, InfrastructureFault, RankLost, TideError, VerifierFault
 from tiderl.data.events import Dropped, Event, Fault, GroupReady, PromptIssued, RankState, TaskAdmitted, TaskFinished
 from tiderl.data.records import Prompt, TaskKey, Trajectory
 from tiderl.runtime.buffer import Buffer, Group, Member
@@ -164,10 +164,13 @@ class Rollout:
 
     async def _run_member(self, group: Group, member: Member, key: TaskKey, replica: int) -> None:
         player = self._player(key, member.trajectory_id, group.prompt, replica, self.limits)
+        losses = self.publisher.losses[replica]
         try:
             trajectory = await player.play()
             await self._finished(group, member, trajectory)
         except TASK_FAULTS as fault:
+            if isinstance(fault, RankLost):
+                self.publisher.suspect(replica, losses)
             self._failed(group, member, fault, player.record.length)
         finally:
             self.training_tasks[replica] -= 1
@@ -175,9 +178,12 @@ class Rollout:
 
     async def _run_eval(self, job: EvalJob, key: TaskKey, replica: int) -> None:
         player = self._player(key, -1, self.evaluator.prompts[key.prompt_id], replica, self.eval_limits)
+        losses = self.publisher.losses[replica]
         try:
             trajectory = await player.play()
         except TASK_FAULTS as fault:
+            if isinstance(fault, RankLost):
+                self.publisher.suspect(replica, losses)
             self._emit_fault("evaluation", fault, key)
             again = isinstance(fault, InfrastructureFault) or key.attempt < EVAL_FAULT_RETRIES
             self.evaluator.failed(job, replica, key, again=again)

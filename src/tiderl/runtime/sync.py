@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from tiderl.data.errors import InfrastructureFault
+from tiderl.data.errors import RankLost
 from tiderl.data.events import Event, Fault, VersionLoaded, VersionPublished
 from tiderl.data.records import WeightHandle
 from tiderl.runtime.ports import Cluster
@@ -40,6 +40,7 @@ class Publisher:
         self.held, self.busy, self.pinned = held, busy, pinned
         self.loaded = dict.fromkeys(cluster.engines, NOT_LOADED)
         self.up = dict.fromkeys(cluster.engines, True)
+        self.losses = dict.fromkeys(cluster.engines, 0)
         self.loading: dict[int, int] = {}
         self.handles: dict[int, WeightHandle] = {}
         self.newest = NOT_LOADED
@@ -59,15 +60,15 @@ class Publisher:
             if version is None:
                 await self.wakeup.wait()
                 continue
-            started = _now()
+            started, losses = _now(), self.losses[replica]
             self.loading[replica] = version
             try:
                 await engine.load_weights(self.handles[version])
-            except InfrastructureFault as fault:
+            except RankLost as fault:
                 self.emit(Fault(t_s=_now(), where="load_weights", what=type(fault).__name__))
-                self.lost(replica)
+                self.suspect(replica, losses)
             else:
-                if self.up[replica]:
+                if self.losses[replica] == losses and self.up[replica]:
                     self.loaded[replica] = version
                     self.emit(VersionLoaded(t_s=_now(), version=version, replica=replica, seconds=_now() - started))
             finally:
@@ -77,8 +78,16 @@ class Publisher:
 
     def lost(self, replica: int) -> None:
         """Its rank died: whatever it had loaded is gone."""
+        self.losses[replica] += 1
         self.loaded[replica], self.up[replica] = NOT_LOADED, False
         self.wakeup.notify()
+
+    def suspect(self, replica: int, losses: int) -> None:
+        """A call that began after this many losses failed with `RankLost`: unless that loss is known by now, nothing
+        more
+        starts there until the cluster reports it and its return."""
+        if self.losses[replica] == losses:
+            self.loaded[replica], self.up[replica] = NOT_LOADED, False
 
     def back(self, replica: int) -> None:
         self.up[replica] = True

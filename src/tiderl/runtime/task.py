@@ -143,7 +143,7 @@ class TaskPlayer:
             if step.terminated or step.truncated:
                 return "terminated" if step.terminated else "truncated"
             assert isinstance(step.observation, Observation)
-            new = self.renderer.extend(step.observation)
+            new = self.renderer.extend(step.observation, ids)
             if self.record.length + len(new) >= self.limits.max_context_tokens:
                 return "budget_tokens"
             self.record.append_context(new)
@@ -284,6 +284,7 @@ async def play_expert(
 ) -> Trajectory:
     """A demonstration: the expert's actions as if the policy had sampled them (log-probs 0, versions -1)."""
     record, turns, texts = TokenRecord(), [], []
+    ids: np.ndarray | None = None
     reward = 0.0
     success: bool | None = None
     ending: Ending = "budget_turns"
@@ -292,7 +293,7 @@ async def play_expert(
         observation: Observation | str = await handle.reset()
         for number, text in enumerate(actions[: limits.max_turns]):
             assert isinstance(observation, Observation)
-            record.append_context(renderer.extend(observation) if number else renderer.begin(observation))
+            record.append_context(renderer.extend(observation, ids) if number else renderer.begin(observation))
             texts.append(observation.as_text())
             start, ids = record.length, renderer.action_ids(text)
             record.append_sampled(

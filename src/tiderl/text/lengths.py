@@ -33,7 +33,7 @@ class LengthsRenderer:
         """int32 [n]: as many as the observation's `TokenCount` parts count. Tools cost nothing."""
         return self.extend(observation)
 
-    def extend(self, observation: Observation) -> np.ndarray:
+    def extend(self, observation: Observation, said: np.ndarray | None = None) -> np.ndarray:
         tokens = 0
         for part in observation.parts:
             if not isinstance(part, TokenCount):

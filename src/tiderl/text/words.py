@@ -6,7 +6,9 @@ speaks; it ends what it says with `<end>`. Must not know environments or models.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,6 +58,32 @@ class WordsRenderer:
             raise ConfigurationError("the vocabulary is empty", where="the environment's vocabulary()")
         return cls((*SPECIALS, *words))
 
+    @classmethod
+    def from_folder(cls, folder: Path, vocabulary: Iterable[str]) -> WordsRenderer:
+        """The renderer that a saved folder was made with. Raises `ConfigurationError` for a folder of another
+        tokenizer, and for one that lacks a word of `vocabulary`: the model would be blind to it."""
+        path = folder / "tokenizer.json"
+        try:
+            ids = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
+            words = sorted(ids, key=ids.__getitem__)
+            if [ids[word] for word in words] != list(range(len(words))):
+                raise ValueError("its ids have holes")
+            renderer = cls(words)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigurationError) as error:
+            raise ConfigurationError(
+                f"{folder} has no words tokenizer",
+                where="model.tokenizer words",
+                hint="it takes folders that TideRL saved; for a model with a chat template set model.tokenizer: chat",
+            ) from error
+        missing = sorted({word.lower() for word in vocabulary} - renderer._ids.keys())
+        if missing:
+            raise ConfigurationError(
+                f"{folder} does not know {len(missing)} of the environment's words: {', '.join(missing[:5])}",
+                where="model.tokenizer words",
+                hint="its words are those of the environment that it was trained on: use that one, or train from scratch",
+            )
+        return renderer
+
     def begin(self, observation: Observation, tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
         """int32 [n]: the observation's words and `<act>`. Raises `ConfigurationError` for tools and for
         images."""
@@ -67,8 +95,8 @@ class WordsRenderer:
             )
         return self.extend(observation)
 
-    def extend(self, observation: Observation) -> np.ndarray:
-        """int32 [n]: the same for every later observation."""
+    def extend(self, observation: Observation, said: np.ndarray | None = None) -> np.ndarray:
+        """int32 [n]: the same for every later observation, however the turn before it ended."""
         ids: list[int] = []
         for part in observation.parts:
             if not isinstance(part, str):

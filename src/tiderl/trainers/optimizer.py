@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-BETAS = (0.9, 0.95)
+BETAS = (0.9, 0.999)
 """A second moment over 20 steps rather than 1,000: an RL run may have few updates, and its gradients drift."""
 RISE_STEPS = 5
 """The learning rate rises over the first steps: Adam's second moment knows little then, its steps are full-sized."""
