@@ -1,5 +1,7 @@
-"""Exactly once over crashes, in virtual time: the driver dies at any journal point, with a lost tail or a torn write, is
-started again over what survived, and dies again. I1 and I2 hold at every stage; the run ends as an uninterrupted one."""
+"""Exactly once over crashes, in virtual time: the driver dies at any journal point, with a lost tail or a torn write,
+is
+started again over what survived, and dies again. I1 and I2 hold at every stage; the run ends as an uninterrupted
+one."""
 
 from __future__ import annotations
 
@@ -92,7 +94,8 @@ def test_books_balance_after_a_thousand_kills() -> None:
 
 
 def test_a_resume_redoes_committed_updates_without_generating() -> None:
-    """Two updates are committed after the last checkpoint, then everything dies: they are computed again, from the record."""
+    """Two updates are committed after the last checkpoint, then everything dies: they are computed again, from the
+    record."""
     persisted = Persisted()
     first = virtual_run([*TINY, "checkpoint.every_updates=100"], persisted=persisted)
     assert [row.update_no for row in first.replay.checkpoints] == [0, 4]
@@ -141,7 +144,7 @@ def test_the_previous_checkpoint_serves_when_the_newest_cannot_be_read() -> None
     persisted = Persisted()
     first = virtual_run([*TINY, "checkpoint.every_updates=2"], persisted=persisted)
     assert [row.update_no for row in first.replay.checkpoints] == [0, 2, 4]
-    persisted.ledger = MemoryLedger([t for t in persisted.ledger.snapshot()])
+    persisted.ledger = MemoryLedger(persisted.ledger.snapshot())
     persisted.saved = {name: update for name, update in persisted.saved.items() if not name.endswith("4")}
     again = virtual_run([*TINY, "checkpoint.every_updates=2", "train.updates=6"], persisted=persisted)
     assert again.outcome.updates == 6

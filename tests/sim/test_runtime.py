@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from support.virtual_runs import HEAVY_TAIL, books_balance, virtual_run
 
@@ -219,7 +220,7 @@ def test_a_failing_evaluation_task_is_counted_not_hidden() -> None:
 
 
 def test_a_run_that_can_make_no_progress_says_who_waits() -> None:
-    """Every group fails for ever, so the trainer starves: with refills it would go on; here the pull loop never loads."""
+    """Weights that never finish loading: nothing can start, and the message names the loop that waits for them."""
 
     def never_load(ports) -> None:
         for engine in ports.cluster.engines.values():
@@ -227,6 +228,16 @@ def test_a_run_that_can_make_no_progress_says_who_waits() -> None:
 
     with pytest.raises(DeadlockError, match="pull"):
         virtual_run([], change=never_load)
+
+
+def test_a_schedule_that_starves_itself_is_a_deadlock_error_in_both_clocks() -> None:
+    """Publishing every third update under a bound of one: refused by the configuration, and by the runtime itself."""
+
+    def starve(settings):
+        return msgspec.structs.replace(settings, publish_every_updates=3)
+
+    with pytest.raises(DeadlockError, match=r"waits for update 3 .* blocked by staleness; versions loaded: \{0: 0\}"):
+        virtual_run([], settings=starve)
 
 
 # --- ranks lost and back
@@ -284,7 +295,6 @@ def test_bad_expert_is_a_configuration_error() -> None:
     """A warm start needs an expert: simulated environments have none, and say so."""
     from dataclasses import replace
 
-    import msgspec
     from support.virtual_runs import Log, resolved_example
 
     from tiderl.api.virtual import Persisted, build_ports
@@ -309,7 +319,8 @@ def test_steps_report_their_wait_and_readiness() -> None:
 
 
 def test_nothing_is_started_again_and_again_on_a_rank_whose_loss_is_not_known_yet() -> None:
-    """The calls fail at once, the report of the loss comes a second later: each task is dropped once, not a thousand times."""
+    """The calls fail at once, the report of the loss comes a second later: each task is dropped once, not a thousand
+    times."""
 
     def slow_reports(ports) -> None:
         fast = ports.cluster.next_change

@@ -13,7 +13,7 @@ from tiderl.config.load import load_config
 from tiderl.config.resolve import Resolved, resolve
 from tiderl.data.events import Event
 from tiderl.data.records import Action, Observation, Prompt, Step, TaskKey, Trajectory
-from tiderl.data.settings import WarmupSettings
+from tiderl.data.settings import RunSettings, WarmupSettings
 from tiderl.runtime.ports import Ports, Replay
 from tiderl.runtime.run import Outcome, Run
 from tiderl.sim.loop import run_virtual
@@ -116,6 +116,7 @@ def virtual_run(
     beside: Callable[[Run, Ports], object] | None = None,
     persisted: Persisted | None = None,
     change: Callable[[Ports], None] = lambda ports: None,
+    settings: Callable[[RunSettings], RunSettings] = lambda settings: settings,
 ) -> VirtualRun:
     """One run to its end. `beside(run, ports)` makes a coroutine that goes on next to it; `change` edits the ports."""
     import asyncio
@@ -127,7 +128,7 @@ def virtual_run(
         ports = build_ports(resolved, persisted, log)
         ports.environments = FaultyEnvironments(ports.environments, fault, score)
         change(ports)
-        run = Run(ports, resolved.settings, resolved.strategy)
+        run = Run(ports, settings(resolved.settings), resolved.strategy)
         other = asyncio.create_task(beside(run, ports)) if beside else None  # type: ignore[arg-type]
         try:
             outcome = await run.run()

@@ -305,6 +305,22 @@ def test_a_retry_keeps_its_trajectory_and_a_refill_is_issued_again() -> None:
     assert summary_of(events)["dropped_tokens"] == 40
 
 
+def test_lengths_of_dropped_and_trained_trajectories_show_a_bias() -> None:
+    """Four are trained with 120 tokens together; two are dropped at 90 and 70 tokens, one nobody knows how far."""
+    events: list[Event] = [started(), issued(0.0, 0), dropped(0, 0, 9, "environment_timeout", tokens=90)]
+    events += [dropped(0, 1, 10, "environment_timeout", tokens=70), dropped(0, 2, 11, "lost")]
+    events += [step(1, 0.0, (0,)), committed(5.0, 1, trajectories=4, tokens=120)]
+    shown = summary_of(events)
+    assert (shown["trained_tokens_mean"], shown["dropped_tokens_mean"]) == (30.0, 80.0)
+    assert shown["dropped_tokens_mean_by_reason"] == {"environment_timeout": 80.0}
+    assert shown["dropped_tokens"] == 160
+
+
+def test_lengths_mean_nothing_before_something_was_trained_or_dropped() -> None:
+    shown = summary_of([started(), issued(0.0, 0)])
+    assert shown["trained_tokens_mean"] is None and shown["dropped_tokens_mean"] is None
+
+
 def test_a_group_that_is_given_up_gets_no_refill() -> None:
     events: list[Event] = [started(), issued(0.0, 0), admitted(0, 0, 0), admitted(0, 1, 1), issued(0.0, 1)]
     events += [dropped(0, 0, 0, "environment_timeout"), dropped(0, 1, 1, "group_dropped")]

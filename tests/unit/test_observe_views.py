@@ -124,6 +124,17 @@ def test_a_lost_rank_is_said_at_once() -> None:
     assert text == "rank 0 was lost with 1 task: exited with code -9\n"
 
 
+def test_an_unusable_or_unwritten_checkpoint_is_said_at_once() -> None:
+    torn = Fault(t_s=1.0, where="restore u000004", what="CheckpointError")
+    full = Fault(t_s=9.0, where="checkpoint u000005", what="CheckpointError")
+    handled = Fault(t_s=9.5, where="task", what="EnvironmentRaised")
+    text = shown_by([(0.0, started()), (1.0, torn), (9.0, full), (9.1, full), (9.5, handled)], terminal=False)
+    assert text == (
+        "checkpoint u000004 is missing or damaged: the one before it is used, what came after is redone\n"
+        "checkpoint u000005 could not be written: the run goes on, and the last good one is kept\n"
+    )
+
+
 def result(**changes: Any) -> dict[str, Any]:
     metrics = RunMetrics()
     for event in [
@@ -155,6 +166,23 @@ def test_the_summary_says_what_was_reached_dropped_and_comes_next() -> None:
         assert part in text
     assert "5 issued = 2 trained + 3 dropped + 0 in flight" in text
     assert "note: sim.workload_seed has no effect" in text and "next: tiderl show runs/x-1 --last 3" in text
+
+
+def test_the_summary_warns_when_long_trajectories_were_the_ones_dropped() -> None:
+    lengths = {
+        "dropped": {"environment_timeout": 3},
+        "issued": 100,
+        "trained_tokens_mean": 88.0,
+        "dropped_tokens_mean": 142.0,
+        "dropped_tokens_mean_by_reason": {"environment_timeout": 142.0},
+    }
+    text = printed(render_summary(result(**lengths)))
+    assert "trained 88 tokens mean, dropped 142 when they were dropped (environment timeout 142)" in text
+    assert "what was dropped was longer than what was trained" in text
+    few = printed(render_summary(result(**{**lengths, "issued": 1000})))
+    assert "what was dropped was longer" not in few
+    shorter = printed(render_summary(result(**{**lengths, "dropped_tokens_mean": 60.0})))
+    assert "what was dropped was longer" not in shorter
 
 
 def test_the_summary_leaves_out_what_has_no_meaning() -> None:

@@ -1,11 +1,14 @@
 """Builds ports from a configuration and runs them: what the command line and a Python program call.
 
-`train` and `simulate` return the result whose `to_json()` is what `--json` prints; `load_run` reads a finished run.
+`train` and `simulate` return the result whose `to_json()` is what `--json` prints; `load_run` reads a finished run,
+`evaluate` judges a model, `export` makes a model folder of a checkpoint.
 """
 
+from tiderl.api.evaluate import evaluate
+from tiderl.api.export import export
 from tiderl.api.live import resume, train
 from tiderl.api.records import RecordedRun, load_run
 from tiderl.api.result import Result
 from tiderl.api.virtual import simulate
 
-__all__ = ["RecordedRun", "Result", "load_run", "resume", "simulate", "train"]
+__all__ = ["RecordedRun", "Result", "evaluate", "export", "load_run", "resume", "simulate", "train"]

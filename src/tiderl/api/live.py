@@ -9,47 +9,50 @@ import asyncio
 import json
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from tiderl.api.records import load_run
+import msgspec
+
+from tiderl.api.parts import host_specs, is_inline, make_cluster, make_environments, make_renderer, policy
+from tiderl.api.records import load_run, read_policy
 from tiderl.api.result import Fanout, Result, journal_counts, make_result
-from tiderl.cluster.inline import InlineCluster
-from tiderl.cluster.process import ProcessCluster
-from tiderl.cluster.specs import HostSpec
-from tiderl.config.check import check_first_observation
+from tiderl.config.load import dump
 from tiderl.config.machine import prepare
 from tiderl.config.render import render_dry_run
 from tiderl.config.resolve import Resolved
-from tiderl.config.resume import resume_overrides
-from tiderl.data.errors import ConfigurationError, RunStopped, TideError
-from tiderl.data.events import Event
-from tiderl.data.records import TaskKey
+from tiderl.config.resume import refuse_edits, resume_overrides
+from tiderl.data.errors import CheckpointError, ConfigurationError, RunStopped, TideError
+from tiderl.data.events import EvalFinished, Event, UpdateCommitted
 from tiderl.data.settings import ModelSettings
-from tiderl.envs.pool import build_environments
 from tiderl.envs.registry import check_form
+from tiderl.observe.curves import write_curves
 from tiderl.observe.metrics import RunMetrics
 from tiderl.observe.metrics_file import MetricsFile
-from tiderl.runtime.ports import Cluster, Environments, Ports
+from tiderl.observe.trackers import TensorboardTracker, check_trackers
+from tiderl.runtime.ports import Ports
 from tiderl.runtime.run import Run
 from tiderl.store.blobs import FileBlobs
 from tiderl.store.checkpoints import FileCheckpoints
 from tiderl.store.lock import RunLock
+from tiderl.store.models import FileModels
 from tiderl.store.recorder import SegmentRecorder, read_events
-from tiderl.store.rundir import RunDirectory, choose, clear, create, find
+from tiderl.store.rundir import RunDirectory, choose, clear, create, find, write_whole
 from tiderl.store.sqlite import SqliteLedger, read_journal
-from tiderl.text.words import WordsRenderer
+from tiderl.trainers.export import WeightsFolder
 
 
 class Observer(Protocol):
     """Sees every event of a run, in order, on the run's own thread: it must return at once."""
 
     def observe(self, event: Event) -> None: ...
+    def recall(self, event: Event) -> None:
+        """An event of an earlier driver of a resumed run: to be counted, not shown."""
+
     def note(self, text: str) -> None:
         """A line for people: where the run is written, which option has no effect."""
 
@@ -67,12 +70,13 @@ def train(
     other `TideError`s for a run that failed.
     """
     started = time.monotonic()
-    resolved = prepare(config, overrides, command="train")
+    resolved = prepare(config, overrides, command="train", needs_weights=True)
     check_form(resolved.config.env.name)
+    check_trackers(resolved.config.log.trackers)
     directory = choose(resolved.config.run, Path(config).stem)
     create(directory, overwrite=overwrite)
     with RunLock(directory.root):
-        directory.config.write_text(render_dry_run(resolved), encoding="utf-8")
+        _write_config(directory, resolved)
         driver = Driver(resolved, directory, observer, started)
         try:
             return driver.run()
@@ -91,19 +95,43 @@ def resume(run: str | Path, overrides: Sequence[str] = (), *, observer: Observer
     """
     started = time.monotonic()
     directory = find(run)
-    resolved = prepare(directory.config, resume_overrides(overrides), command="train")
+    resolved = prepare(directory.config, resume_overrides(overrides), command="train", needs_weights=True)
+    check_trackers(resolved.config.log.trackers)
     with RunLock(directory.root):
+        _refuse_edits(directory, resolved)
         replay = read_journal(directory.journal)
-        if replay is not None and len(replay.updates) >= resolved.settings.updates and directory.summary.is_file():
-            return Result(load_run(directory.root).summary)
+        if replay is not None and len(replay.updates) >= resolved.settings.updates:
+            finished = _summary_of_finished(directory)
+            if finished is not None:
+                return Result(finished)
         if replay is None or not replay.checkpoints:
             clear(directory)
-        else:
-            FileCheckpoints(directory.checkpoints).remove_leftovers([row.checkpoint for row in replay.checkpoints])
-        if overrides:
-            directory.config.write_text(render_dry_run(resolved), encoding="utf-8")
+        directory.summary.unlink(missing_ok=True)  # of a driver that was stopped
+        _write_config(directory, resolved)
         driver = Driver(resolved, directory, observer, started, began=True)
         return driver.run()
+
+
+def _write_config(directory: RunDirectory, resolved: Resolved) -> None:
+    write_whole(directory.config_lock, json.dumps(dump(resolved.config), indent=1))
+    write_whole(directory.config, render_dry_run(resolved))
+
+
+def _refuse_edits(directory: RunDirectory, resolved: Resolved) -> None:
+    try:
+        accepted = json.loads(directory.config_lock.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # nothing to compare with
+    refuse_edits(accepted, json.loads(json.dumps(dump(resolved.config))), where=str(directory.config))
+
+
+def _summary_of_finished(directory: RunDirectory) -> dict[str, Any] | None:
+    """The result of a run that reached its end, with the place where it lies now."""
+    try:
+        summary = load_run(directory.root).summary
+    except CheckpointError:
+        return None  # it died after its last update and before its result
+    return {**summary, "run_dir": str(directory.root)} if summary.get("outcome") == "done" else None
 
 
 class RunLoop(asyncio.SelectorEventLoop):
@@ -145,42 +173,84 @@ class Driver:
                 result: Result = runner.run(self._main(metrics, cpu, last_s))
         except (KeyboardInterrupt, asyncio.CancelledError):
             kept = "; what was committed is kept" if self.began else " before the run began; nothing is kept"
-            raise RunStopped(f"interrupted{kept}", where=str(self.directory.root)) from None
-        self.directory.summary.write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
+            hint = f"go on with: tiderl train --resume {self.directory.root}" if self.began else ""
+            raise RunStopped(f"interrupted{kept}", where=str(self.directory.root), hint=hint) from None
+        except TideError:
+            if self.began:
+                self._say(f"what was committed is kept; go on with: tiderl train --resume {self.directory.root}")
+            raise
+        write_whole(self.directory.summary, json.dumps(result.to_json(), indent=1))
+        self._draw_curves()
         return result
+
+    def _draw_curves(self) -> None:
+        """The picture is for people: a run does not fail for it."""
+        try:
+            write_curves(self.directory.metrics, self.directory.curves, title=self.directory.root.name)
+        except OSError as error:
+            self._say(f"no picture of the curves: {error.strerror}")
 
     def _say(self, text: str) -> None:
         if self.observer is not None:
             self.observer.note(text)
 
+    def _keep_policy(self, model: ModelSettings) -> None:
+        """Writes what `export` needs beside a checkpoint. Raises `ConfigurationError` where a resumed run's environment
+        no longer has the vocabulary that the model was trained on."""
+        kept = read_policy(self.directory)
+        if kept is not None and kept.words != model.words:
+            raise ConfigurationError(
+                "the environment's vocabulary is not the one that the run was started with",
+                where=f"env.name {self.resolved.config.env.name}",
+                hint="resume with that environment, or start a new run",
+            )
+        write_whole(self.directory.policy, msgspec.json.format(msgspec.json.encode(model)).decode())
+
     def _replay_events(self, metrics: RunMetrics) -> float:
         last_s = 0.0
         for event in read_events(self.directory.events):
             metrics.observe(event)
+            if self.observer is not None:
+                self.observer.recall(event)
             last_s = event.t_s
         return last_s
 
     async def _main(self, metrics: RunMetrics, cpu_s: float, last_s: float) -> Result:
         config = self.resolved.config
-        inline = config.cluster.kind == "inline"
+        inline = is_inline(self.resolved)
         loop = asyncio.get_running_loop()
         assert isinstance(loop, RunLoop)
         async with AsyncExitStack() as stack:
             signals = stack.enter_context(Signals())
-            environments = self._environments(inline)
+            environments = make_environments(self.resolved, self.directory.logs)
             stack.push_async_callback(environments.close)
             await environments.start()
-            renderer = await self._renderer(environments)
-            cluster = self._cluster(inline, renderer)
+            renderer = await make_renderer(self.resolved, environments)
+            model = policy(self.resolved, renderer)
+            self._keep_policy(model)
+            weights_dir = ""
+            if not inline:
+                folder = WeightsFolder(4 * self.resolved.shape.parameters)
+                stack.callback(folder.close)
+                weights_dir = str(folder.path)  # published versions outlive a rank that is restarted
+            specs = host_specs(self.resolved, model, weights_dir=weights_dir)
+            cluster = make_cluster(self.resolved, specs, self.directory.logs)
             stack.push_async_callback(cluster.close)
             await cluster.start()
             ledger = SqliteLedger(self.directory.journal, threaded=not inline)
             stack.push_async_callback(ledger.close)
             metrics_file = MetricsFile(self.directory.metrics, metrics)
             stack.callback(metrics_file.close)
-            segments = SegmentRecorder(self.directory.events)
+            segments = SegmentRecorder(self.directory.events, flush_after=(UpdateCommitted, EvalFinished))
             stack.callback(segments.close)
-            recorder = Fanout([segments], metrics, [o for o in (metrics_file, self.observer) if o is not None])
+            observers: list[Any] = [metrics_file, *([self.observer] if self.observer is not None else [])]
+            if "tensorboard" in config.log.trackers:
+                tracker = TensorboardTracker(self.directory.tensorboard, metrics)
+                stack.callback(tracker.close)
+                observers.append(tracker)
+            models = FileModels(self.directory.best_model, self.directory.candidates)
+            stack.callback(models.close)
+            recorder = Fanout([segments], metrics, observers)
             ports = Ports(
                 cluster=cluster,
                 environments=environments,
@@ -189,6 +259,7 @@ class Driver:
                 blobs=FileBlobs(self.directory.blobs, threaded=not inline),
                 checkpoints=FileCheckpoints(self.directory.checkpoints),
                 recorder=recorder,
+                models=models,
             )
             run = Run(ports, self.resolved.settings, self.resolved.strategy)
             self.began = True
@@ -210,78 +281,6 @@ class Driver:
                 events=recorder.events,
                 log_sha256=None,
             )
-
-    def _environments(self, inline: bool) -> Environments:
-        env = self.resolved.config.env
-        # `inline` is one process for everything: worker processes would make the order of arrival a matter of chance.
-        isolation = "async" if inline and env.isolation == "pool" else env.isolation
-        return build_environments(
-            isolation,
-            env.name,
-            env.options,
-            workers=env.workers,
-            slots=self.resolved.slots,
-            deadline_s=env.deadline_s,
-            wait=self.resolved.wait_profile(),
-            seed=self.resolved.config.seed,
-            log_dir=str(self.directory.logs),
-        )
-
-    async def _renderer(self, environments: Environments) -> WordsRenderer:
-        vocabulary = await environments.vocabulary()
-        if not vocabulary:
-            raise ConfigurationError(
-                "the words tokenizer needs an environment that declares its vocabulary",
-                where=f"env.name {self.resolved.config.env.name}",
-                hint="give the class a `vocabulary` method that returns all words of its observations and actions",
-            )
-        renderer = WordsRenderer.from_vocabulary(vocabulary)
-        await _check_first_observation(self.resolved, environments, renderer)
-        return renderer
-
-    def _cluster(self, inline: bool, renderer: WordsRenderer) -> Cluster:
-        specs = host_specs(self.resolved, renderer)
-        if inline:
-            return InlineCluster(specs, report=_report)
-        return ProcessCluster(specs, self.directory.logs, report=_report)
-
-
-def host_specs(resolved: Resolved, renderer: WordsRenderer) -> list[HostSpec]:
-    """What each rank holds, by the layout of the strategy."""
-    model: ModelSettings = resolved.model_settings(
-        vocab_size=renderer.vocab_size, pad_id=renderer.pad_id, stop_ids=renderer.stop_ids, words=renderer.words
-    )
-    layout = resolved.layout
-    engines = {rank for ranks in layout.engine_ranks.values() for rank in ranks}
-    return [
-        HostSpec(
-            rank=rank,
-            engine=resolved.engine_settings(model) if rank in engines else None,
-            trainer=resolved.trainer_settings(model) if rank in layout.actor_ranks else None,
-        )
-        for rank in range(resolved.config.cluster.ranks)
-    ]
-
-
-async def _check_first_observation(resolved: Resolved, environments: Environments, renderer: WordsRenderer) -> None:
-    """Resets one environment: its first observation must fit, and it must work at all, before anything else starts."""
-    prompts = await environments.prompts("train")
-    if not prompts:
-        raise ConfigurationError(
-            "the environment has no training prompts", where=f"env.name {resolved.config.env.name}"
-        )
-    handle = await environments.open(TaskKey("warmup", 0, 0), prompts[0])
-    try:
-        observation = await handle.reset()
-    except TideError as error:
-        raise ConfigurationError(
-            f"the first reset failed: {error.what}",
-            where=f"env.name {resolved.config.env.name}",
-            hint=f"try it alone: tiderl env check {resolved.config.env.name}",
-        ) from error
-    finally:
-        await handle.close()
-    check_first_observation(resolved.loaded, len(renderer.begin(observation)))
 
 
 class Signals:
@@ -313,7 +312,3 @@ class Signals:
             ask()
         elif self._main is not None:
             self._main.cancel()
-
-
-def _report(line: str) -> None:
-    print(f"tiderl: {line}", file=sys.stderr)

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tiderl.config.load import load_config
 from tiderl.config.schema import Config
 from tiderl.data.errors import CheckpointError
 from tiderl.data.events import Event
+from tiderl.data.settings import ModelSettings
 from tiderl.store.recorder import read_events
 from tiderl.store.rundir import RunDirectory, find
 
@@ -37,6 +40,16 @@ class RecordedRun:
 
     def events(self) -> Iterator[Event]:
         yield from read_events(self.directory.events)
+
+
+def read_policy(directory: RunDirectory) -> ModelSettings | None:
+    """The model as the run's driver described it; None before it came so far. Raises `CheckpointError` when damaged."""
+    try:
+        return msgspec.json.decode(directory.policy.read_bytes(), type=ModelSettings)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"cannot be read: {error}", where=str(directory.policy)) from error
 
 
 def load_run(run: str | Path) -> RecordedRun:

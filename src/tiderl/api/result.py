@@ -42,7 +42,8 @@ class Fanout:
 
 
 def journal_counts(replay: Replay) -> dict[str, Any]:
-    """`issued`, `trained`, `dropped` by reason and `in_flight`, as the journal has them: the truth over crashes."""
+    """`updates`, `issued`, `trained`, `dropped` by reason and `in_flight`, as the journal has them: the truth over
+    crashes."""
     dropped: dict[str, int] = {}
     for row in replay.trajectories:
         if row.status == "dropped":
@@ -50,6 +51,7 @@ def journal_counts(replay: Replay) -> dict[str, Any]:
     trained = sum(row.status == "trained" for row in replay.trajectories)
     issued = len(replay.trajectories)
     return {
+        "updates": len(replay.updates),
         "issued": issued,
         "trained": trained,
         "dropped": dict(sorted(dropped.items())),

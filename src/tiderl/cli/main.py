@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import typer
 
-from tiderl.cli import doctor, env, run, show
+from tiderl.cli import doctor, env, evaluation, export, run, show
 from tiderl.data.errors import ConfigurationError, RunStopped, TideError
 
 DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 130
@@ -35,6 +35,8 @@ app = typer.Typer(
 )
 app.command()(run.train)
 app.command()(run.sim)
+app.command("eval")(evaluation.evaluate)
+app.command()(export.export)
 app.command()(show.show)
 app.add_typer(env.app, name="env")
 app.command()(doctor.doctor)

@@ -73,7 +73,9 @@ def train(
 
 def _check_usage(config: Path | None, resume: str | None, dry_run: bool, overwrite: bool) -> None:
     if (config is None) == (resume is None):
-        raise ConfigurationError("give a configuration file, or --resume RUN, not both", hint="try: tiderl train --help")
+        raise ConfigurationError(
+            "give a configuration file, or --resume RUN, not both", hint="try: tiderl train --help"
+        )
     if resume is not None and (dry_run or overwrite):
         option = "--dry-run" if dry_run else "--overwrite"
         raise ConfigurationError(f"{option} does not go with --resume", hint="try: tiderl train --help")

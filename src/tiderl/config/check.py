@@ -5,7 +5,7 @@ Runs before a process, a file or an environment is touched. Knows strategies by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tiderl.config.load import Loaded, dump, leaves
@@ -20,6 +20,9 @@ NOT_IN_SIM = frozenset(
     }
 )
 """What virtual time does not model: a shared file may hold them, but one given by `-o` to `sim` is a mistake."""
+ONLY_IN_TRAINING = ("warmup.", "algorithm.", "train.", "schedule.", "checkpoint.", "eval.every_updates", "log.", "run")
+"""Keys, and sections with a final point, that an evaluation does not read."""
+EVALUATED_IN = "train.dtype"
 
 
 @dataclass(frozen=True)
@@ -60,18 +63,24 @@ def check_first_observation(loaded: Loaded, tokens: int) -> None:
 def without_effect(loaded: Loaded, strategy: Strategy, *, command: str) -> tuple[NoEffect, ...]:
     """The options, set and other than their default, that this run ignores, in the schema's order.
 
-    `command`: `train` or `sim`. A file serves both, so what only the other one reads is told of `-o` alone.
+    `command`: `train`, `sim` or `eval`. A file serves all, so what only another one reads is told of `-o` alone.
     """
     found = [NoEffect(key, reason) for key, reason in _ignored(loaded, strategy)]
     for key in (key for key, origin in loaded.origins.items() if origin == "-o"):
-        if command == "train" and key.startswith(SIM_ONLY):
+        if command != "sim" and key.startswith(SIM_ONLY):
             found.append(NoEffect(key, "it is read by `tiderl sim` only"))
         if command == "sim" and key in NOT_IN_SIM:
             found.append(NoEffect(key, "virtual time does not model it"))
+        if command == "eval" and _within(key, ONLY_IN_TRAINING) and key != EVALUATED_IN:
+            found.append(NoEffect(key, "an evaluation does not train"))
     default, given = dict(leaves(dump(Config()))), dict(leaves(dump(loaded.config)))
     changed = [item for item in found if item.key in loaded.set_keys and given[item.key] != default.get(item.key)]
     order = list(loaded.origins)
     return tuple(sorted(changed, key=lambda item: order.index(item.key)))
+
+
+def _within(key: str, sections: Sequence[str]) -> bool:
+    return any(key == section or (section.endswith(".") and key.startswith(section)) for section in sections)
 
 
 def _ignored(loaded: Loaded, strategy: Strategy) -> Iterator[tuple[str, str]]:

@@ -47,9 +47,7 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_value
 
 
-def model_shape(
-    config: Config, folder: Path | None, *, refuse: Callable[..., ConfigurationError]
-) -> ModelShape:
+def model_shape(config: Config, folder: Path | None, *, refuse: Callable[..., ConfigurationError]) -> ModelShape:
     """The shape of `model:`, from `config.json` of its folder (None: `scratch`). `refuse(key, what, hint)` makes the
     error for a folder that is no model."""
     model = config.model
@@ -65,7 +63,12 @@ def model_shape(
         )
     try:
         sizes = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        family = sizes["model_type"]
+        if sizes["model_type"] not in FAMILIES:
+            raise refuse(
+                "model.path",
+                f"models of the family {sizes['model_type']!r} are not yet supported",
+                f"known: {', '.join(FAMILIES)}",
+            )
         shape = ModelShape(
             layers=sizes["num_hidden_layers"],
             hidden=sizes["hidden_size"],
@@ -77,11 +80,12 @@ def model_shape(
         )
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise refuse("model.path", f"{folder / 'config.json'} is no model description ({error!r})") from None
-    if family not in FAMILIES:
+    positions, context = sizes.get("max_position_embeddings"), config.rollout.max_context_tokens
+    if positions is not None and positions < context:
         raise refuse(
-            "model.path",
-            f"models of the family {family!r} are not yet supported",
-            f"known: {', '.join(FAMILIES)}",
+            "rollout.max_context_tokens",
+            f"{context} is more than the {positions} positions of {model.path}",
+            f"give at most {positions}",
         )
     return shape
 

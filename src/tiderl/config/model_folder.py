@@ -54,7 +54,10 @@ def _from_hub(loaded: Loaded, name: str, whole: bool) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=[*DESCRIPTION, *([WEIGHTS] if whole else [])]))
     except GatedRepoError as error:
-        what, hint = f"{name} is gated", "accept its terms on its page of the hub, then give HF_TOKEN or `hf auth login`"
+        what, hint = (
+            f"{name} is gated",
+            "accept its terms on its page of the hub, then give HF_TOKEN or `hf auth login`",
+        )
         raise loaded.refuse(KEY, what, hint) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         what = f"{name} is neither a folder here nor a model of the hub"

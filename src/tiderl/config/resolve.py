@@ -26,7 +26,7 @@ from tiderl.data.settings import (
 )
 from tiderl.schedule.strategy import Strategy, get
 
-Command = Literal["train", "sim"]
+Command = Literal["train", "sim", "eval"]
 
 LOGPROB_GAP_ALARM: Mapping[str, float] = {"float32": 1.0e-4, "bfloat16": 2.0e-2}
 """Mean gap between engine and trainer at equal version that rounding does not explain."""
@@ -197,7 +197,7 @@ def _layout(loaded: Loaded, strategy: Strategy, command: Command) -> Layout:
     else:
         rollout = ranks // 2 if command == "sim" else ranks - 1
     actors = tuple(range(rollout, ranks)) or (ranks - 1,)
-    if command == "train" and len(actors) > 1:
+    if command != "sim" and len(actors) > 1:
         raise loaded.refuse(
             "cluster.rollout_ranks",
             f"{rollout} of {ranks} ranks leaves {len(actors)} to train; data-parallel training is not yet supported",

@@ -57,7 +57,7 @@ class TrainerSettings(msgspec.Struct, frozen=True):
     weight_decay: float = 0.0
     steps_per_batch: int = 1
     micro_batch_tokens: int = 4096
-    weights_dir: str = ""  # where versions are exported to; "" = /dev/shm where it has room, else the temporary folder
+    weights_dir: str = ""  # where versions are exported to; "" = a folder of the trainer's own, gone when it ends
 
 
 class WarmupSettings(msgspec.Struct, frozen=True):
@@ -70,6 +70,7 @@ class EvalSettings(msgspec.Struct, frozen=True):
     every_updates: int
     prompts: int
     temperature: float
+    samples: int = 1  # episodes for each prompt
 
 
 class RunSettings(msgspec.Struct, frozen=True):

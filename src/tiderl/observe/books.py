@@ -36,7 +36,9 @@ class IssueBook:
     def __init__(self) -> None:
         self.trained = 0
         self.dropped: Counter[str] = Counter()
-        self.dropped_tokens = 0
+        self.dropped_tokens: Counter[str] = Counter()
+        self.lengths_known: Counter[str] = Counter()
+        """Dropped trajectories by reason of which is known how far they had come: more than no token."""
         self.group_size = 0
         self._closed = 0
         self._open: dict[int, _Group] = {}
@@ -45,6 +47,17 @@ class IssueBook:
     @property
     def issued(self) -> int:
         return self._closed + sum(group.issued(self.group_size) for group in self._open.values())
+
+    @property
+    def dropped_tokens_mean(self) -> float | None:
+        """Of those whose length is known."""
+        known = self.lengths_known.total()
+        return self.dropped_tokens.total() / known if known else None
+
+    def dropped_tokens_mean_by_reason(self) -> dict[str, float]:
+        return {
+            reason: self.dropped_tokens[reason] / known for reason, known in sorted(self.lengths_known.items()) if known
+        }
 
     @property
     def in_flight(self) -> int:
@@ -71,7 +84,8 @@ class IssueBook:
 
     def _drop(self, event: Dropped) -> None:
         self.dropped[event.reason] += 1
-        self.dropped_tokens += event.tokens
+        self.dropped_tokens[event.reason] += event.tokens
+        self.lengths_known[event.reason] += event.tokens > 0
         group = self._open.setdefault(event.prompt_id, _Group())
         group.ids.setdefault(event.member, set()).add(event.trajectory_id)
         group.last_dropped.add(event.member)

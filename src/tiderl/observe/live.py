@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tiderl.data.events import EvalFinished, Event, RankLostEvent, RunEnded, UpdateCommitted
+from tiderl.data.events import EvalFinished, Event, Fault, RankLostEvent, RunEnded, UpdateCommitted
 from tiderl.observe.metrics import RunMetrics
 from tiderl.observe.words import count, duration, fraction, number
 
@@ -35,13 +35,16 @@ class LiveView:
         self.clock = clock
         self.metrics = RunMetrics()
         self.rewards: list[float] = []
-        self._drawn_s = -float("inf")
+        self._drawn_s = self._warned_s = -float("inf")
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
 
     def observe(self, event: Event) -> None:
         self.metrics.observe(event)
         if isinstance(event, UpdateCommitted):
             self.rewards = [*self.rewards, event.reward_mean][-RECENT_UPDATES:]
+        elif isinstance(event, Fault) and (said := handled(event)) and self.clock() - self._warned_s >= LINE_S:
+            self._warned_s = self.clock()
+            self._print(said)
         if self._live:
             if self._due(SCREEN_S) or isinstance(event, RunEnded):
                 self._live.start()
@@ -54,6 +57,10 @@ class LiveView:
             self._print(f"rank {event.rank} was lost with {count(event.tasks, 'task')}: {event.reason}")
         elif isinstance(event, UpdateCommitted) and (self._due(LINE_S) or event.update == self.total_updates):
             self._print(self.line())
+
+    def recall(self, event: Event) -> None:
+        """An event of an earlier driver of this run: counted, not shown."""
+        self.metrics.observe(event)
 
     def note(self, text: str) -> None:
         """A line that stays above the screen."""
@@ -144,3 +151,13 @@ class LiveView:
 
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
+
+
+def handled(fault: Fault) -> str:
+    """What a person must know at once of a fault that was handled; empty for those that the summary counts."""
+    what, _, name = fault.where.partition(" ")
+    if what == "restore":
+        return f"checkpoint {name} is missing or damaged: the one before it is used, what came after is redone"
+    if what == "checkpoint":
+        return f"checkpoint {name} could not be written: the run goes on, and the last good one is kept"
+    return ""

@@ -14,6 +14,8 @@ from rich.text import Text
 from tiderl.observe.words import count, duration, fraction, number
 
 LABEL = 18
+BIAS_FRACTION = 0.01
+"""Of the issued trajectories: fewer dropped ones say nothing about the others."""
 DRIVER_LOAD_LIMIT = 0.5
 """Above this share of its time the driver's own work would limit the run (docs/architecture.md)."""
 
@@ -29,6 +31,7 @@ def summary_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("waits", _waits(result)),
         ("trajectories", _trajectories(result)),
         ("dropped", _by_name(result.get("dropped"))),
+        ("lengths", _lengths(result)),
         ("faults", _by_name(result.get("faults"))),
         ("log-prob gap", _gap(result)),
         ("time", _times(result)),
@@ -44,6 +47,11 @@ def warnings(result: Mapping[str, Any], no_effect: Sequence[object] = ()) -> lis
     load = result.get("driver_load_fraction")
     if load is not None and load > DRIVER_LOAD_LIMIT:
         found.append(f"the driver was busy for {load:.0%} of the time: one driver would be the bottleneck of this run")
+    if _favours_short(result):
+        found.append(
+            "what was dropped was longer than what was trained: the rewards are those of short trajectories too often; "
+            "raise env.deadline_s if time-outs are the reason"
+        )
     if result.get("logprob_gap_alarms"):
         found.append(f"engine and trainer disagreed beyond rounding in {count(result['logprob_gap_alarms'], 'update')}")
     return found
@@ -102,6 +110,27 @@ def _trajectories(result: Mapping[str, Any]) -> str:
         f"{result['issued']:,} issued = {result['trained']:,} trained + {dropped:,} dropped + "
         f"{result['in_flight']:,} in flight"
     )
+
+
+def _lengths(result: Mapping[str, Any]) -> str:
+    """Trained against dropped: a bias to short trajectories shows here."""
+    if result.get("dropped_tokens_mean") is None or result.get("trained_tokens_mean") is None:
+        return ""
+    reasons = result.get("dropped_tokens_mean_by_reason") or {}
+    each = ", ".join(f"{reason.replace('_', ' ')} {number(mean, 0)}" for reason, mean in reasons.items())
+    return (
+        f"trained {number(result['trained_tokens_mean'], 0)} tokens mean, "
+        f"dropped {number(result['dropped_tokens_mean'], 0)} when they were dropped ({each})"
+    )
+
+
+def _favours_short(result: Mapping[str, Any]) -> bool:
+    """Dropped ones were cut short, so a larger mean of theirs is no chance of where they were cut."""
+    dropped, trained = result.get("dropped_tokens_mean"), result.get("trained_tokens_mean")
+    count_dropped = sum((result.get("dropped") or {}).values())
+    if dropped is None or trained is None or count_dropped < BIAS_FRACTION * result["issued"]:
+        return False
+    return bool(dropped > trained)
 
 
 def _by_name(counts: Mapping[str, int] | None) -> str:

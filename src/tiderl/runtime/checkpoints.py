@@ -75,7 +75,7 @@ class Checkpointer:
         try:
             await self.update.save(self.checkpoints.path(name))
         except CheckpointError as error:
-            self.emit(Fault(t_s=loop.time(), where="checkpoint", what=type(error).__name__))
+            self.emit(Fault(t_s=loop.time(), where=f"checkpoint {name}", what=type(error).__name__))
             return False
         await self.ledger.durable(CheckpointRow(checkpoint=name, update_no=update))
         self.last_s, self.last_update = loop.time(), update

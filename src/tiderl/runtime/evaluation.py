@@ -33,15 +33,27 @@ class EvalJob:
 class Evaluator:
     """The queue of jobs. Rollout asks for tasks and reports back; publishing asks what is held and pinned."""
 
-    def __init__(self, prompts: Sequence[Prompt], wakeup: Wakeup, emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        wakeup: Wakeup,
+        emit: Callable[[Event], None],
+        *,
+        samples: int = 1,
+        judge: Callable[[EvalJob], None] = lambda job: None,
+    ) -> None:
+        """`samples`: episodes for each prompt. `judge` gets each job when it is done, before its event."""
         self.prompts, self.wakeup, self.emit = prompts, wakeup, emit
+        self.samples, self.judge = samples, judge
         self.jobs: list[EvalJob] = []
 
     def begin(self, version: int) -> None:
-        """Asks for an evaluation of this version: every held-out prompt once."""
+        """Asks for an evaluation of this version: every held-out prompt, `samples` times."""
         if not self.prompts:
             return
-        keys = deque(TaskKey("eval", index, 0) for index in range(len(self.prompts)))
+        keys = deque(
+            TaskKey("eval", index, member) for index in range(len(self.prompts)) for member in range(self.samples)
+        )
         self.jobs.append(EvalJob(version, keys, asyncio.get_running_loop().time()))
         self.wakeup.notify()
 
@@ -76,6 +88,7 @@ class Evaluator:
         job.running[replica] -= 1
         if job.done:
             self.jobs.remove(job)
+            self.judge(job)
             now = asyncio.get_running_loop().time()
             count = len(job.finished)
             self.emit(

@@ -7,7 +7,7 @@ never wait. Errors are those of `tiderl.data.errors`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -314,6 +314,8 @@ class Blobs(Protocol):
         """Raises `CheckpointError` when missing or damaged."""
 
     async def delete(self, sha256s: Sequence[str]) -> None: ...
+    async def keep_only(self, sha256s: Collection[str]) -> None:
+        """Deletes every other payload, and what a killed process left half-written."""
 
 
 class Checkpoints(Protocol):
@@ -326,6 +328,18 @@ class Checkpoints(Protocol):
         """True when it was written to its end."""
 
     async def delete(self, names: Sequence[str]) -> None: ...
+    async def keep_only(self, names: Collection[str]) -> None:
+        """Deletes every other checkpoint, and what a killed process left half-written."""
+
+
+class Models(Protocol):
+    """Evaluated versions as model folders, until one is judged the best so far."""
+
+    def path(self, version: int) -> str:
+        """Where the trainer's rank saves this version."""
+
+    def judge(self, version: int, successes: int, prompts: int) -> None:
+        """Its evaluation is done: it becomes the best, or goes. Raises `CheckpointError`."""
 
 
 class Recorder(Protocol):
@@ -345,3 +359,5 @@ class Ports:
     blobs: Blobs
     checkpoints: Checkpoints
     recorder: Recorder
+    models: Models | None = None
+    """None: the best version is not kept (virtual time, and evaluation alone)."""

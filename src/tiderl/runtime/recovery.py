@@ -35,6 +35,8 @@ class Recovered:
 
     checkpoints: tuple[tuple[int, str], ...]
     """(update, name) of those that look whole, oldest first."""
+    torn: tuple[str, ...]
+    """Names of newer ones that are missing or not whole: what they held is redone."""
     updates: tuple[tuple[int, tuple[TrajectoryRow, ...]], ...]
     """Committed updates after the oldest of them, in order, with their trajectories in recorded order."""
     groups: tuple[LiveGroup, ...]
@@ -65,8 +67,10 @@ def recover(replay: Replay, whole: Callable[[str], bool]) -> Recovered | None:
         by_prompt[row.prompt_id].append(row)
     oldest = checkpoints[0][0]
     dropped = [p for p in replay.prompts if all(row.status == "dropped" for row in by_prompt[p.prompt_id])]
+    newest = checkpoints[-1][0]
     return Recovered(
         checkpoints=checkpoints,
+        torn=tuple(row.checkpoint for row in replay.checkpoints if row.update_no > newest),
         updates=tuple((number, tuple(by_id[i] for i in ids)) for number, ids in replay.updates if number > oldest),
         groups=tuple(
             live for prompt in replay.prompts if (live := _live_group(prompt, by_prompt[prompt.prompt_id])) is not None

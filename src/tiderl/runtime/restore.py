@@ -43,13 +43,14 @@ class TrainerRestorer:
         self.times_back += 1
         self.wakeup.notify()
 
-    async def guarded(self, work: Callable[[], Awaitable[T]]) -> T:
-        """`work()`; when the rank is lost meanwhile, waits for its return, restores, and does it again."""
+    async def guarded(self, work: Callable[[], Awaitable[T]], *, starts_from_nothing: bool = False) -> T:
+        """`work()`; when the rank is lost meanwhile, waits for its return, restores, and does it again.
+        `starts_from_nothing`: the work makes the very first state, there is none to restore."""
         losses = 0
         while True:
             seen = self.times_back
             try:
-                if losses:
+                if losses and not starts_from_nothing:
                     await self._restore_from_journal()
                 return await work()
             except RankLost:
@@ -62,12 +63,15 @@ class TrainerRestorer:
     async def _restore_from_journal(self) -> None:
         recovered = recover(await self.ports.ledger.replay(), self.ports.checkpoints.whole)
         if recovered is None:
-            raise RankLost("the rank that trains was lost before the first checkpoint", hint="start the run again")
+            raise RankLost("the rank that trains was lost, and no checkpoint could be written before")
         await self.restore(recovered)
 
     async def restore(self, recovered: Recovered) -> None:
         """Afterwards the trainer is as after the last committed update. Raises `CheckpointError` when nothing can be
         read."""
+        await self.ports.checkpoints.keep_only([name for _, name in recovered.checkpoints])
+        for name in recovered.torn:
+            self._say_unusable(name)
         restored = await self._restore_newest(recovered)
         for number, rows in recovered.updates:
             if number > restored:
@@ -78,9 +82,8 @@ class TrainerRestorer:
         for update, name in reversed(recovered.checkpoints):
             try:
                 await self.ports.cluster.update.restore(checkpoints.path(name))
-            except CheckpointError as error:
-                now = asyncio.get_running_loop().time()
-                self.emit(Fault(t_s=now, where=f"restore {name}", what=type(error).__name__))
+            except CheckpointError:
+                self._say_unusable(name)
             else:
                 return update
         raise CheckpointError(
@@ -88,3 +91,7 @@ class TrainerRestorer:
             where=", ".join(name for _, name in recovered.checkpoints),
             hint="start it again under another name, or with --overwrite",
         )
+
+    def _say_unusable(self, name: str) -> None:
+        now = asyncio.get_running_loop().time()
+        self.emit(Fault(t_s=now, where=f"restore {name}", what=CheckpointError.__name__))

@@ -7,21 +7,22 @@ clock, engine or machine it runs on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from tiderl.data.errors import DeadlockError
-from tiderl.data.events import Event, RankBack, RankLostEvent, RunEnded, RunStarted
+from tiderl.data.errors import CheckpointError, DeadlockError
+from tiderl.data.events import Event, Fault, RankBack, RankLostEvent, RunEnded, RunStarted
 from tiderl.data.records import Prompt
 from tiderl.data.rng import stream
 from tiderl.data.settings import RunSettings
 from tiderl.runtime.buffer import Buffer, Group
 from tiderl.runtime.checkpoints import Checkpointer
-from tiderl.runtime.evaluation import Evaluator
+from tiderl.runtime.evaluation import EvalJob, Evaluator
 from tiderl.runtime.journal import Journal
 from tiderl.runtime.ports import Ports
 from tiderl.runtime.recovery import Recovered, load_group, recover
+from tiderl.runtime.restore import TrainerRestorer
 from tiderl.runtime.rollout import Rollout
 from tiderl.runtime.sync import Publisher
 from tiderl.runtime.task import TaskLimits
@@ -52,8 +53,18 @@ def prompt_stream(prompts: Sequence[Prompt], seed: int) -> Iterator[Prompt]:
 class Run:
     """Built once, run once. `request_stop` may be called at any moment from the loop's thread."""
 
-    def __init__(self, ports: Ports, settings: RunSettings, strategy: Strategy) -> None:
+    def __init__(
+        self,
+        ports: Ports,
+        settings: RunSettings,
+        strategy: Strategy,
+        *,
+        on_evaluated: Callable[[EvalJob], None] = lambda job: None,
+    ) -> None:
+        """`settings.updates` 0: the start model is evaluated, and that is all. `on_evaluated` gets every evaluation
+        with its trajectories."""
         self.ports, self.settings, self.strategy = ports, settings, strategy
+        self.on_evaluated = on_evaluated
         self.wakeup = Wakeup()
         self.stop_requested = False
         self._training: Training | None = None
@@ -90,7 +101,7 @@ class Run:
         self._main = asyncio.current_task()
         try:
             updates = await self._phases()
-            outcome = "done" if updates == settings.updates else "stopped"
+            outcome = "done" if updates >= settings.updates else "stopped"
         except asyncio.CancelledError:
             if not self.stop_requested:
                 raise
@@ -107,18 +118,18 @@ class Run:
         eval_prompts = (await environments.prompts("eval"))[: self.settings.evaluation.prompts]
         loops = self._build(train_prompts, eval_prompts if self.settings.evaluation.every_updates else ())
         recovered = recover(await self.ports.ledger.replay(), self.ports.checkpoints.whole)
-        if recovered is None:
-            await warm_start(self.ports, train_prompts, self.settings.warmup, self._limits())
-            await loops.checkpointer.write(0)
-        else:
-            await loops.resume(recovered, train_prompts)
-        loops.rollout.prompts = islice(
-            prompt_stream(train_prompts, self.settings.seed), loops.buffer.next_prompt_id, None
-        )
-        self._training = loops.training
         async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self._watch(loops), name="watch")
+            if recovered is None:
+                await loops.restorer.guarded(lambda: self._start(loops, train_prompts), starts_from_nothing=True)
+            else:
+                await loops.resume(recovered, train_prompts)
+            loops.rollout.prompts = islice(
+                prompt_stream(train_prompts, self.settings.seed), loops.buffer.next_prompt_id, None
+            )
+            self._training = loops.training
             background = [
-                tasks.create_task(self._watch(loops), name="watch"),
+                watch,
                 tasks.create_task(loops.rollout.run(loops.check_progress), name="rollout"),
                 *(
                     tasks.create_task(loops.publisher.pull(replica), name=f"pull {replica}")
@@ -130,10 +141,26 @@ class Run:
             while loops.evaluator.jobs and not self.stop_requested:
                 await self.wakeup.wait()
             if loops.checkpointer.last_update < loops.buffer.updates_done:
-                await loops.checkpointer.write(loops.buffer.updates_done)
+                await loops.restorer.guarded(lambda: loops.checkpointer.write(loops.buffer.updates_done))
             for task in background:
                 task.cancel()
         return loops.buffer.updates_done
+
+    async def _start(self, loops: Loops, train_prompts: Sequence[Prompt]) -> None:
+        """A new run: its warm start, and what that made as checkpoint 0."""
+        await self.ports.checkpoints.keep_only(())
+        await warm_start(self.ports, train_prompts, self.settings.warmup, self._limits())
+        if self.settings.updates:
+            await loops.checkpointer.write(0)
+
+    def _judge(self, job: EvalJob) -> None:
+        """An evaluation is done: is its version the best so far?"""
+        self.on_evaluated(job)
+        if self.ports.models is not None:
+            try:
+                self.ports.models.judge(job.version, sum(t.success for t in job.finished), len(job.finished))
+            except CheckpointError as error:
+                self._emit(Fault(t_s=_now(), where="best model", what=type(error).__name__))
 
     def _limits(self, temperature: float | None = None) -> TaskLimits:
         s = self.settings
@@ -154,7 +181,9 @@ class Run:
             signals=ReadinessSignals(settings.micro_batch_tokens),
         )
         journal = Journal(ports.ledger, ports.blobs)
-        evaluator = Evaluator(eval_prompts, self.wakeup, self._emit)
+        evaluator = Evaluator(
+            eval_prompts, self.wakeup, self._emit, samples=settings.evaluation.samples, judge=self._judge
+        )
         publisher = Publisher(
             ports.cluster,
             self.wakeup,
@@ -201,7 +230,7 @@ class Run:
                 for replica in replicas:
                     loops.publisher.back(replica)
                 if change.rank == loops.training.rank:
-                    loops.training.restorer.back()
+                    loops.restorer.back()
                 continue
             tasks = sum(loops.rollout.training_tasks[r] + loops.rollout.eval_tasks[r] for r in replicas)
             self._emit(RankLostEvent(t_s=_now(), rank=change.rank, reason=change.reason, tasks=tasks))
@@ -228,6 +257,10 @@ class Loops:
     evaluations_due: int = -1
     """The newest update whose evaluation has been asked for, or need not be."""
 
+    @property
+    def restorer(self) -> TrainerRestorer:
+        return self.training.restorer
+
     async def resume(self, recovered: Recovered, train_prompts: Sequence[Prompt]) -> None:
         """Goes on where the journal ends: the trainer's state, the books, the groups; what was in flight is issued
         again."""
@@ -242,7 +275,10 @@ class Loops:
             recovered.checkpoints,
             [(number, [row.sha256 for row in rows if row.sha256]) for number, rows in recovered.updates],
         )
-        await self.training.restorer.restore(recovered)
+        redone = {row.sha256 for _, rows in recovered.updates for row in rows}
+        ready = {row.sha256 for group in recovered.groups for row in group.members}
+        await self.ports.blobs.keep_only({sha256 for sha256 in redone | ready if sha256 is not None})
+        await self.restorer.guarded(lambda: self.restorer.restore(recovered))
         for live in recovered.groups:
             group, lost = await load_group(live, by_id, self.ports.blobs, self.settings.max_staleness)
             buffer.restore(group, asyncio.get_running_loop().time())
@@ -255,18 +291,30 @@ class Loops:
         if update % self.settings.publish_every_updates == 0 or last:
             await self.publish(update)
         hashes = [m.sha256 for group in batch for m in group.members if m.sha256 is not None]
-        await self.training.restorer.guarded(lambda: self.checkpointer.consumed(update, hashes))
+        await self.restorer.guarded(lambda: self.checkpointer.consumed(update, hashes))
 
     async def publish(self, version: int) -> None:
         """Publishes this version, and asks for its evaluation if one is due: at the start, at the end, and every so
         often."""
         every = self.settings.evaluation.every_updates
-        edge = version in (0, self.settings.updates)
+        edge = version == 0 or version >= self.settings.updates
         if edge or (every > 0 and version // every > self.evaluations_due // every):
+            await self._keep_candidate(version)
             self.evaluator.begin(version)
             self.evaluations_due = version
         self.journal.published(version)
-        await self.training.restorer.guarded(lambda: self.publisher.publish(version))
+        await self.restorer.guarded(lambda: self.publisher.publish(version))
+
+    async def _keep_candidate(self, version: int) -> None:
+        """Saves the trainer's model, which is this version now and a later one when the evaluation is done."""
+        models = self.ports.models
+        if models is None or not self.evaluator.prompts:
+            return
+        try:
+            await self.restorer.guarded(lambda: self.ports.cluster.update.save_model(models.path(version)))
+        except CheckpointError as error:
+            now = asyncio.get_running_loop().time()
+            self.evaluator.emit(Fault(t_s=now, where="best model", what=type(error).__name__))
 
     def check_progress(self) -> None:
         """Raises `DeadlockError` when no task is in flight, none can start, no load can start and no batch can be

@@ -109,7 +109,12 @@ class Publisher:
     async def _discard_unread(self) -> None:
         kept = {self.newest, *self.loading.values(), *self.pinned()}
         for version in [v for v in self.handles if v not in kept]:
-            await self.cluster.update.discard(self.handles.pop(version))
+            handle = self.handles.pop(version)
+            try:
+                await self.cluster.update.discard(handle)
+            except RankLost:  # the trainer's rank is away: another time
+                self.handles[version] = handle
+                return
 
 
 def _now() -> float:

@@ -119,6 +119,7 @@ class Training:
     async def _next_batch(self) -> list[Group] | None:
         self._activity("waiting_data")
         self.waiting = True
+        self.wakeup.notify()  # the rollout loop looks for a deadlock, which there is only while the trainer waits
         try:
             while not self.stopping:
                 batch = self.buffer.choose()

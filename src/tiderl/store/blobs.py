@@ -7,7 +7,7 @@ is written directly, in about 0.15 ms (measured): less than a thread's hand-over
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from tiderl.data.errors import CheckpointError
@@ -65,6 +65,13 @@ class FileBlobs:
             except OSError as error:
                 raise CheckpointError(f"a payload cannot be deleted: {error.strerror}", where=str(path)) from error
 
+    async def keep_only(self, sha256s: Collection[str]) -> None:
+        kept = {blob_path(sha256) for sha256 in sha256s}
+        others = (path for path in self._directory.rglob("*") if path.is_file())
+        for path in others:
+            if path.relative_to(self._directory).as_posix() not in kept:
+                path.unlink(missing_ok=True)
+
 
 class MemoryBlobs:
     """The `Blobs` of a simulated run: the records themselves, named by identity: their arrays have no content."""
@@ -85,3 +92,6 @@ class MemoryBlobs:
     async def delete(self, sha256s: Sequence[str]) -> None:
         for sha256 in sha256s:
             self._kept.pop(sha256, None)
+
+    async def keep_only(self, sha256s: Collection[str]) -> None:
+        self._kept = {sha256: self._kept[sha256] for sha256 in self._kept if sha256 in sha256s}

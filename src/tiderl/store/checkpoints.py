@@ -6,7 +6,7 @@ The trainer writes a folder whole, by rename; here it is only located, judged an
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 MARK = "state.json"
@@ -29,10 +29,9 @@ class FileCheckpoints:
         for name in names:
             shutil.rmtree(self.root / name, ignore_errors=True)
 
-    def remove_leftovers(self, known: Sequence[str]) -> None:
-        """Deletes what a killed run left half-written, and folders that the journal does not know."""
+    async def keep_only(self, names: Collection[str]) -> None:
         for folder in self.root.glob("*"):
-            if folder.name not in known:
+            if folder.name not in names:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -51,3 +50,6 @@ class MemoryCheckpoints:
 
     async def delete(self, names: Sequence[str]) -> None:
         self.deleted.update(names)
+
+    async def keep_only(self, names: Collection[str]) -> None:
+        """Nothing to do: a simulated trainer leaves nothing half-written."""

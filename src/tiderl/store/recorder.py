@@ -1,7 +1,8 @@
 """Where events go: compressed segments of JSON lines in the run directory, or one hash (I10).
 
 `emit` never waits for more than a buffered write: lines reach the file at least once a second of events and at close,
-and are readable from then on, also after kill -9. Knows nothing of what the events mean.
+and are readable from then on, also after kill -9; so is everything up to an event of `flush_after` when it comes. Knows
+nothing of what the events mean.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ _LEVEL = 1  # 10 times smaller at 100 MB/s and more; higher levels cost the loop
 class SegmentRecorder:
     """Writes `events-000001.jsonl.gz` and so on into `directory`, after those that are there."""
 
-    def __init__(self, directory: Path | str, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self, directory: Path | str, *, segment_bytes: int = SEGMENT_BYTES, flush_after: tuple[type[Event], ...] = ()
+    ) -> None:
         self._directory = Path(directory)
+        self._flush_after = flush_after
         self._segment_bytes = segment_bytes
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -49,7 +53,11 @@ class SegmentRecorder:
         line = encode_event(event)
         self._lines.append(line)
         self._waiting_bytes += len(line) + 1
-        if event.t_s - self._flushed_s >= FLUSH_EVERY_S or self._waiting_bytes >= FLUSH_BYTES:
+        if (
+            event.t_s - self._flushed_s >= FLUSH_EVERY_S
+            or self._waiting_bytes >= FLUSH_BYTES
+            or isinstance(event, self._flush_after)
+        ):
             self.flush()
             self._flushed_s = event.t_s
 

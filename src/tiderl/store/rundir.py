@@ -25,6 +25,11 @@ class RunDirectory:
         return self.root / MARK
 
     @property
+    def config_lock(self) -> Path:
+        """What `config` said when a driver last accepted it, so that an edit by hand is noticed."""
+        return self.root / "config.lock.json"
+
+    @property
     def journal(self) -> Path:
         return self.root / "journal.sqlite"
 
@@ -53,12 +58,44 @@ class RunDirectory:
         return self.root / "model"
 
     @property
+    def best_model(self) -> Path:
+        return self.root / "model-best"
+
+    @property
+    def candidates(self) -> Path:
+        return self.root / "model-candidates"
+
+    @property
+    def policy(self) -> Path:
+        """The model's vocabulary and special ids: what makes a folder of a checkpoint, without the environment."""
+        return self.root / "policy.json"
+
+    @property
+    def curves(self) -> Path:
+        return self.root / "curves.html"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 
     @property
     def is_run(self) -> bool:
         return self.config.is_file()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file has either its old content or this one, whenever the process dies. Raises `CheckpointError`."""
+    aside = path.with_name(f".{path.name}.part")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise CheckpointError(f"cannot be written: {error.strerror}", where=str(path)) from error
 
 
 def choose(run: str | None, stem: str, runs: Path = RUNS) -> RunDirectory:
@@ -109,5 +146,5 @@ def clear(directory: RunDirectory) -> None:
     for folder in (directory.blobs, directory.checkpoints, directory.events):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-    for path in (directory.metrics, *directory.root.glob(f"{directory.journal.name}*")):
+    for path in (directory.metrics, directory.summary, *directory.root.glob(f"{directory.journal.name}*")):
         path.unlink(missing_ok=True)

@@ -302,3 +302,15 @@ def read_journal(path: Path | str) -> Replay | None:
         return journal.replay()
     finally:
         journal.close()
+
+
+def read_checkpoints(path: Path | str) -> list[tuple[int, str]]:
+    """(update, name) of every durable checkpoint, oldest first; reads only, also while a driver works on the run. Raises
+    `CheckpointError`."""
+    if not Path(path).is_file():
+        raise CheckpointError("there is no journal", where=str(path))
+    try:
+        with contextlib.closing(sqlite3.connect(f"{Path(path).resolve().as_uri()}?mode=ro", uri=True)) as db:
+            return list(db.execute("SELECT update_no, checkpoint FROM checkpoints ORDER BY update_no"))
+    except sqlite3.Error as error:
+        raise CheckpointError(f"cannot be read: {error}", where=str(path)) from error

@@ -1,8 +1,8 @@
 """Published versions as files: what `export` writes on the trainer's rank and `load_weights` reads on a rollout rank.
 
 Keeps I2 on its side: a file's name holds its version, and a file appears whole, by rename. A folder of our own is
-locked while its process lives, so that a later one can tell, and remove, what a killed process left. Knows nothing of
-models.
+locked while its process lives, so that a later one can tell, and remove, what a killed process left. Where the driver
+owns it, published versions outlive the rank that wrote them. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -30,15 +30,12 @@ class WeightExports:
     """The exported versions of one trainer. `weight_bytes` is the size of one, to choose where they go."""
 
     def __init__(self, weights_dir: str, weight_bytes: int) -> None:
-        self._lock = -1
+        self._own = None if weights_dir else WeightsFolder(weight_bytes)
+        self.directory = self._own.path if self._own else Path(weights_dir).absolute()
         try:
-            if weights_dir:
-                self.directory = Path(weights_dir).absolute()
-                self.directory.mkdir(parents=True, exist_ok=True)
-            else:
-                self.directory = self._own_folder(_roomy_parent(weight_bytes))
+            self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigurationError(f"no place for weights: {error}", where="weights_dir") from error
+            raise _no_place(error) from error
 
     def write(self, version: int, weights: Mapping[str, Any]) -> WeightHandle:
         """Write one version (names -> CPU tensors). Raises `CheckpointError` where the disk refuses."""
@@ -64,23 +61,39 @@ class WeightExports:
 
     def close(self) -> None:
         """Remove the folder, where it is our own. Idempotent."""
-        if self._lock >= 0:
-            shutil.rmtree(self.directory, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+        if self._own is not None:
+            self._own.close()
 
     def _path(self, version: int) -> Path:
         return self.directory / f"weights-v{version}.safetensors"
 
-    def _own_folder(self, parent: Path) -> Path:
-        """A new locked folder. It gets its name only once it is locked, so no one takes it for a leftover."""
+
+class WeightsFolder:
+    """A new folder for versions, locked by this process until `close` removes it. `weight_bytes`: the size of one."""
+
+    def __init__(self, weight_bytes: int) -> None:
+        parent = _roomy_parent(weight_bytes)
         remove_leftovers(parent)
         name = f"{FOLDER_PREFIX}{os.getpid()}-{uuid4().hex[:8]}"
-        hidden = parent / f".{name}"
-        hidden.mkdir(mode=0o700)
-        self._lock = os.open(hidden / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return hidden.rename(parent / name)
+        hidden = parent / f".{name}"  # it gets its name only once it is locked, so no one takes it for a leftover
+        try:
+            hidden.mkdir(mode=0o700)
+            self._lock = os.open(hidden / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.path = hidden.rename(parent / name)
+        except OSError as error:
+            raise _no_place(error) from error
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _no_place(error: OSError) -> ConfigurationError:
+    return ConfigurationError(f"no place for weights: {error}", where="weights_dir")
 
 
 def remove_leftovers(parent: Path) -> None:

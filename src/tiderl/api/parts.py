@@ -1,0 +1,122 @@
+"""The ports of a run on real time, built from its configuration: environments, renderer, rank hosts.
+
+Shared by training and evaluation, so that both see the same environment through the same tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tiderl.cluster.inline import InlineCluster
+from tiderl.cluster.process import ProcessCluster
+from tiderl.cluster.specs import HostSpec
+from tiderl.config.check import check_first_observation
+from tiderl.config.resolve import Resolved
+from tiderl.data.errors import ConfigurationError, TideError
+from tiderl.data.records import TaskKey
+from tiderl.data.settings import ModelSettings
+from tiderl.envs.pool import build_environments
+from tiderl.runtime.ports import Cluster, Environments
+from tiderl.text.chat import ChatRenderer
+from tiderl.text.words import WordsRenderer
+
+TextRenderer = WordsRenderer | ChatRenderer
+
+
+def is_inline(resolved: Resolved) -> bool:
+    return resolved.config.cluster.kind == "inline"
+
+
+def make_environments(resolved: Resolved, logs: Path) -> Environments:
+    """The Environments port, not started."""
+    env = resolved.config.env
+    # `inline` is one process for everything: worker processes would make the order of arrival a matter of chance.
+    isolation = "async" if is_inline(resolved) and env.isolation == "pool" else env.isolation
+    return build_environments(
+        isolation,
+        env.name,
+        env.options,
+        workers=env.workers,
+        slots=resolved.slots,
+        deadline_s=env.deadline_s,
+        wait=resolved.wait_profile(),
+        seed=resolved.config.seed,
+        log_dir=str(logs),
+    )
+
+
+async def make_renderer(resolved: Resolved, environments: Environments) -> TextRenderer:
+    """The renderer of `model.tokenizer` for these environments, tried on a first observation. Raises
+    `ConfigurationError` where model, tokenizer and environment do not fit."""
+    renderer: TextRenderer
+    if resolved.config.model.tokenizer == "chat":
+        assert resolved.model_folder is not None  # `scratch` with `chat` is refused
+        renderer = ChatRenderer(resolved.model_folder)
+    else:
+        vocabulary = await environments.vocabulary()
+        if not vocabulary:
+            raise ConfigurationError(
+                "the words tokenizer needs an environment that declares its vocabulary",
+                where=f"env.name {resolved.config.env.name}",
+                hint="give the class a `vocabulary` method that returns all words of its observations and actions",
+            )
+        if resolved.model_folder is None:
+            renderer = WordsRenderer.from_vocabulary(vocabulary)
+        else:
+            renderer = WordsRenderer.from_folder(resolved.model_folder, vocabulary)
+    await _check_first_observation(resolved, environments, renderer)
+    return renderer
+
+
+def policy(resolved: Resolved, renderer: TextRenderer) -> ModelSettings:
+    """The model for a renderer's ids."""
+    return resolved.model_settings(
+        vocab_size=renderer.vocab_size, pad_id=renderer.pad_id, stop_ids=renderer.stop_ids, words=renderer.words
+    )
+
+
+def host_specs(resolved: Resolved, model: ModelSettings, *, weights_dir: str = "") -> list[HostSpec]:
+    """What each rank holds, by the layout of the strategy. `weights_dir`: where versions are exported to."""
+    layout = resolved.layout
+    engines = {rank for ranks in layout.engine_ranks.values() for rank in ranks}
+    return [
+        HostSpec(
+            rank=rank,
+            engine=resolved.engine_settings(model) if rank in engines else None,
+            trainer=resolved.trainer_settings(model, weights_dir=weights_dir) if rank in layout.actor_ranks else None,
+        )
+        for rank in range(resolved.config.cluster.ranks)
+    ]
+
+
+def make_cluster(resolved: Resolved, specs: list[HostSpec], logs: Path) -> Cluster:
+    """The rank hosts, not started."""
+    if is_inline(resolved):
+        return InlineCluster(specs, report=_report)
+    return ProcessCluster(specs, logs, report=_report)
+
+
+async def _check_first_observation(resolved: Resolved, environments: Environments, renderer: TextRenderer) -> None:
+    """Resets one environment: its first observation must fit, and it must work at all, before anything else starts."""
+    prompts = await environments.prompts("train")
+    if not prompts:
+        raise ConfigurationError(
+            "the environment has no training prompts", where=f"env.name {resolved.config.env.name}"
+        )
+    handle = await environments.open(TaskKey("warmup", 0, 0), prompts[0])
+    try:
+        observation = await handle.reset()
+    except TideError as error:
+        raise ConfigurationError(
+            f"the first reset failed: {error.what}",
+            where=f"env.name {resolved.config.env.name}",
+            hint=f"try it alone: tiderl env check {resolved.config.env.name}",
+        ) from error
+    finally:
+        await handle.close()
+    check_first_observation(resolved.loaded, len(renderer.begin(observation)))
+
+
+def _report(line: str) -> None:
+    print(f"tiderl: {line}", file=sys.stderr)
