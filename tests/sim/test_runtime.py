@@ -270,6 +270,46 @@ def test_a_lost_trainer_rank_is_restored_and_no_update_is_made_twice(seconds) ->
     assert [u.update for u in run.log.of(UpdateCommitted)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("version", [1, 2, 5])
+def test_a_trainer_rank_lost_while_its_version_is_loaded_costs_no_more_than_its_time(version) -> None:
+    """The replica loads from what was published before, and the old versions are deleted when the rank is back."""
+
+    async def beside(run, ports) -> None:
+        while not any(e.version == version for e in ports.recorder.events if isinstance(e, VersionPublished)):
+            await asyncio.sleep(0.0005)
+        ports.cluster.lose(1)
+        await asyncio.sleep(2.0)
+        ports.cluster.restore(1)
+
+    run = virtual_run([HEAVY_TAIL], beside=beside)
+    assert run.outcome.outcome == "done"
+    assert books_balance(run.replay) == []
+    assert [e.rank for e in run.log.of(RankLostEvent)] == [1]
+    assert [u.update for u in run.log.of(UpdateCommitted)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_trainer_rank_lost_in_the_warm_start_makes_it_again() -> None:
+    warmed: list[int] = []
+
+    def count(ports) -> None:
+        warm_up = ports.cluster.update.warm_up
+
+        async def counted(*arguments):
+            warmed.append(1)
+            if len(warmed) == 1:
+                ports.cluster.lose(1)
+                asyncio.get_running_loop().call_later(1.0, ports.cluster.restore, 1)
+            return await warm_up(*arguments)
+
+        ports.cluster.update.warm_up = counted
+
+    run = virtual_run([], change=count)
+    assert len(warmed) == 2
+    assert run.outcome.outcome == "done"
+    assert run.replay.checkpoints[0].update_no == 0
+    assert books_balance(run.replay) == []
+
+
 def test_the_only_rank_lost_in_the_middle_is_survived() -> None:
     run = virtual_run(["cluster.ranks=1", HEAVY_TAIL], beside=lose_at(1.0, rank=0))
     assert run.outcome.outcome == "done"

@@ -1,4 +1,7 @@
-"""Reading the project's Markdown: links, fenced blocks, tables, inline code. Knows nothing of what they should say."""
+"""Reading the project's Markdown: links, fenced blocks, tables, inline code.
+
+`python tests/support/docs.py` writes the one generated table, that of the figures in `docs/metrics.md`.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +59,24 @@ def commands(text: str, program: str) -> Iterator[list[str]]:
 
 def rows(text: str) -> list[list[str]]:
     """The cells of every table row, the heading's included, without the line of dashes."""
-    found = []
-    for line in prose(text).splitlines():
-        if line.startswith("|") and not re.fullmatch(r"[|\s:-]+", line):
-            found.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
-    return found
+    return [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in prose(text).splitlines()
+        if line.startswith("|") and not re.fullmatch(r"[|\s:-]+", line)
+    ]
+
+
+def figures() -> str:
+    """The table of `docs/metrics.md`, from the definitions."""
+    from tiderl.observe.definitions import DEFINITIONS
+
+    lines = [f"| `{key}` | {meaning.replace('|', chr(92) + '|')} |\n" for key, meaning in DEFINITIONS.items()]
+    return "".join(["| key | meaning |\n", "|---|---|\n", *lines])
+
+
+if __name__ == "__main__":
+    page = ROOT / "docs" / "metrics.md"
+    old = page.read_text(encoding="utf-8")
+    table = re.search(r"(?:^\|.*\n)+", old, re.MULTILINE)
+    assert table is not None
+    page.write_text(old[: table.start()] + figures() + old[table.end() :], encoding="utf-8")

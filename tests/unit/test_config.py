@@ -402,3 +402,14 @@ def test_the_examples_resolve_without_a_word_of_complaint(name: str, command: An
     run = resolve(load_config(path), command=command, memory_bytes=8 * 2**30)
     assert run.no_effect == ()
     assert (run.config.env.name, run.settings.evaluation.prompts >= 100) == (name, True)
+
+
+def test_what_a_strategy_does_with_the_ranks_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("schedule: {strategy: sync}\ncluster: {ranks: 3}\n")
+    said = resolve(load_config(file), command="train").remarks
+    assert said == (
+        "sync runs at a staleness of 0",
+        "all 3 ranks generate, then rank 2 alone trains: data-parallel training is not built yet",
+    )
+    assert resolve(load_config(file, ["schedule.strategy=areal", "cluster.ranks=2"]), command="train").remarks == ()

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tiderl.data.events import EvalFinished, Event, PromptIssued, RankLostEvent, RunEnded, RunStarted, UpdateCommitted
+from tiderl.data.events import (
+    EvalFinished,
+    Event,
+    Fault,
+    PromptIssued,
+    RankLostEvent,
+    RunEnded,
+    RunStarted,
+    UpdateCommitted,
+)
 from tiderl.data.records import TaskKey, Trajectory, TurnSpan
 from tiderl.observe.doctor import EXTRAS, examine
 from tiderl.observe.live import LINE_S, LiveView

@@ -83,7 +83,8 @@ def evaluate(
         "failed": job.failed,
         "faults": dict(sorted(log.faults.items())),
         "wall_s": time.monotonic() - started,
-        "no_effect": [str(item) for item in resolved.no_effect],
+        # Of a file that was written for training, much has none: said is what was typed here.
+        "no_effect": [str(item) for item in resolved.no_effect if resolved.origins.get(item.key) == "-o"],
         "transcripts": [transcript(trajectory) for trajectory in worth_showing(job.finished, show)],
     }
 

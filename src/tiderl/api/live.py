@@ -162,7 +162,7 @@ class Driver:
 
     def run(self) -> Result:
         self._say(f"writing to {self.directory.root}")
-        for item in self.resolved.no_effect:
+        for item in (*self.resolved.remarks, *self.resolved.no_effect):
             self._say(str(item))
         metrics = RunMetrics()
         last_s = self._replay_events(metrics)
@@ -261,7 +261,7 @@ class Driver:
                 recorder=recorder,
                 models=models,
             )
-            run = Run(ports, self.resolved.settings, self.resolved.strategy)
+            run = Run(ports, self.resolved.settings, self.resolved.strategy, reported_updates=metrics.updates)
             self.began = True
             signals.ask(run.request_stop)
             if last_s:

@@ -6,7 +6,9 @@ Shared by training and evaluation, so that both see the same environment through
 from __future__ import annotations
 
 import sys
+from collections.abc import Awaitable
 from pathlib import Path
+from typing import TypeVar
 
 from tiderl.cluster.inline import InlineCluster
 from tiderl.cluster.process import ProcessCluster
@@ -22,6 +24,7 @@ from tiderl.text.chat import ChatRenderer
 from tiderl.text.words import WordsRenderer
 
 TextRenderer = WordsRenderer | ChatRenderer
+T = TypeVar("T")
 
 
 def is_inline(resolved: Resolved) -> bool:
@@ -54,7 +57,7 @@ async def make_renderer(resolved: Resolved, environments: Environments) -> TextR
         assert resolved.model_folder is not None  # `scratch` with `chat` is refused
         renderer = ChatRenderer(resolved.model_folder)
     else:
-        vocabulary = await environments.vocabulary()
+        vocabulary = await _usable(resolved, environments.vocabulary())
         if not vocabulary:
             raise ConfigurationError(
                 "the words tokenizer needs an environment that declares its vocabulary",
@@ -99,23 +102,27 @@ def make_cluster(resolved: Resolved, specs: list[HostSpec], logs: Path) -> Clust
 
 async def _check_first_observation(resolved: Resolved, environments: Environments, renderer: TextRenderer) -> None:
     """Resets one environment: its first observation must fit, and it must work at all, before anything else starts."""
-    prompts = await environments.prompts("train")
-    if not prompts:
-        raise ConfigurationError(
-            "the environment has no training prompts", where=f"env.name {resolved.config.env.name}"
-        )
+    prompts = await _usable(resolved, environments.prompts("train"))
+    await _usable(resolved, environments.prompts("eval"))
     handle = await environments.open(TaskKey("warmup", 0, 0), prompts[0])
     try:
-        observation = await handle.reset()
-    except TideError as error:
-        raise ConfigurationError(
-            f"the first reset failed: {error.what}",
-            where=f"env.name {resolved.config.env.name}",
-            hint=f"try it alone: tiderl env check {resolved.config.env.name}",
-        ) from error
+        observation = await _usable(resolved, handle.reset())
     finally:
         await handle.close()
     check_first_observation(resolved.loaded, len(renderer.begin(observation)))
+
+
+async def _usable(resolved: Resolved, answer: Awaitable[T]) -> T:
+    """The environment's answer to what is asked before anything starts; its faults are still the user's to mend."""
+    try:
+        return await answer
+    except ConfigurationError:
+        raise
+    except TideError as error:
+        name = resolved.config.env.name
+        raise ConfigurationError(
+            error.what, where=error.where or f"env.name {name}", hint=f"try it alone: tiderl env check {name}"
+        ) from error
 
 
 def _report(line: str) -> None:

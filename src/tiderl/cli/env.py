@@ -28,6 +28,7 @@ Options = Annotated[
 ]
 
 MaxTurns = Annotated[int, typer.Option("--max-turns", min=1, help="As rollout.max_turns.")]
+DeadlineS = Annotated[float, typer.Option("--deadline-s", min=0.01, help="As env.deadline_s.")]
 PromptNumber = Annotated[int, typer.Option("--prompt", min=0, help="Which training prompt comes first.")]
 
 
@@ -54,18 +55,25 @@ def list_environments(as_json: AsJson = False) -> None:
 
 
 @app.command("check")
-def check_environment(name: Name, option: Options = None, max_turns: MaxTurns = 16, as_json: AsJson = False) -> None:
+def check_environment(
+    name: Name,
+    option: Options = None,
+    max_turns: MaxTurns = 16,
+    deadline_s: DeadlineS = 30.0,
+    as_json: AsJson = False,
+) -> None:
     """Try an environment against the protocol before a run is spent on it.
 
     tiderl env check ./mine.py:Mine -o level=2
 
-    Exit code 1 if it breaks a promise.
+    Loading, task sets, the expert's success, determinism (in two processes), unknown actions, leaks of memory, threads
+    and processes, vocabulary, seconds. Exit code 1 if it breaks a promise, 2 if there is no such environment.
     """
     from dataclasses import asdict
 
     from tiderl.envs.check import check
 
-    report = check(name, parse_options(option or []), max_turns=max_turns)
+    report = check(name, parse_options(option or []), max_turns=max_turns, deadline_s=deadline_s)
     if as_json:
         findings = [asdict(finding) for finding in report.findings]
         print_json({"name": name, "ok": report.ok, "findings": findings, "figures": dict(report.figures)})

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import typer
 
-from tiderl.cli import doctor, env, evaluation, export, run, show
+from tiderl.cli import doctor, env, evaluation, export, init, run, show
 from tiderl.data.errors import ConfigurationError, RunStopped, TideError
 
 DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 130
@@ -39,6 +39,7 @@ app.command("eval")(evaluation.evaluate)
 app.command()(export.export)
 app.command()(show.show)
 app.add_typer(env.app, name="env")
+app.command()(init.init)
 app.command()(doctor.doctor)
 
 

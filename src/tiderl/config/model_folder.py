@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from tiderl.config.load import Loaded
-from tiderl.data.errors import ConfigurationError, MissingExtraError
+from tiderl.data.errors import MissingExtraError
 
 KEY = "model.path"
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -54,11 +54,8 @@ def _from_hub(loaded: Loaded, name: str, whole: bool) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=[*DESCRIPTION, *([WEIGHTS] if whole else [])]))
     except GatedRepoError as error:
-        what, hint = (
-            f"{name} is gated",
-            "accept its terms on its page of the hub, then give HF_TOKEN or `hf auth login`",
-        )
-        raise loaded.refuse(KEY, what, hint) from error
+        hint = "accept its terms on its page of the hub, then give HF_TOKEN or `hf auth login`"
+        raise loaded.refuse(KEY, f"{name} is gated", hint) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         what = f"{name} is neither a folder here nor a model of the hub"
         raise loaded.refuse(KEY, what, "check the name; a private model needs HF_TOKEN or `hf auth login`") from error

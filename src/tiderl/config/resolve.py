@@ -66,6 +66,20 @@ class Resolved:
     no_effect: tuple[NoEffect, ...]
 
     @property
+    def remarks(self) -> tuple[str, ...]:
+        """What this strategy does with these ranks that its name does not tell."""
+        ranks, found = self.config.cluster.ranks, []
+        if self.strategy.max_staleness is not None:
+            found.append(f"{self.strategy.name} runs at a staleness of {self.strategy.max_staleness}")
+        if self.layout.shared_ranks:
+            trains = self.layout.shared_ranks[0]
+            who = (
+                f"all {ranks} ranks generate, then rank {trains} alone trains" if ranks > 1 else "one rank takes turns"
+            )
+            found.append(f"{who}: data-parallel training is not built yet" if ranks > 1 else who)
+        return tuple(found)
+
+    @property
     def kv_budget_tokens(self) -> int:
         return int(self.config.rollout.kv_budget_tokens)
 

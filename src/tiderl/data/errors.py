@@ -62,6 +62,12 @@ class EnvironmentNonsense(EnvironmentFault):
     reason = "environment_nonsense"
 
 
+class EnvironmentMemory(EnvironmentFault):
+    """It took more memory than it may (`memory_limit_bytes` of its class)."""
+
+    reason = "environment_memory"
+
+
 class VerifierFault(TideError):
     """`score` raised, hung or answered a non-finite number."""
 

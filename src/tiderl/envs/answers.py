@@ -19,6 +19,7 @@ import numpy as np
 from tiderl.data.errors import (
     ConfigurationError,
     EnvironmentFault,
+    EnvironmentMemory,
     EnvironmentNonsense,
     EnvironmentRaised,
     TideError,
@@ -124,6 +125,8 @@ def raised(
     """
     if isinstance(error, known):
         return error
+    if isinstance(error, MemoryError) and kind is EnvironmentRaised:
+        return EnvironmentMemory("it took more memory than it may", where=where, hint="memory_limit_bytes of its class")
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     message = str(error)[:MESSAGE_CHARACTERS_MAX]

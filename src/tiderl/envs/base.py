@@ -32,6 +32,8 @@ class Environment:
     - `score(trajectory) -> float`: a verifier after the last turn; without it the reward is the sum of step
       rewards.
     - `close()`: give back what the object holds.
+    - `memory_limit_bytes` (class attribute): what one environment may hold under isolation `process`, and a whole
+      worker under `pool`, its children included.
     - reserved names, not called yet: `tools`, `pause`, `resume`, `snapshot`, `restore`.
 
     Options of `env.options` arrive as keyword arguments in `__init__` and in both class methods. Any class
@@ -39,6 +41,8 @@ class Environment:
     Plain `def`; `async def` is for `env.isolation: async`. Whatever is raised ends the trajectory as an
     environment fault.
     """
+
+    memory_limit_bytes: int | None = None
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -66,6 +70,7 @@ class Description(msgspec.Struct, frozen=True):
     name: str
     declared: tuple[str, ...]  # of OPTIONAL
     coroutines: tuple[str, ...]  # methods written as `async def`
+    memory_limit_bytes: int | None = None
 
     @property
     def has_expert(self) -> bool:
@@ -109,7 +114,17 @@ def describe(environment: type) -> Description:
         for name in (*REQUIRED, *declared)
         if inspect.iscoroutinefunction(inspect.unwrap(getattr(environment, name)))
     )
-    return Description(environment.__name__, declared, coroutines)
+    return Description(environment.__name__, declared, coroutines, memory_limit(environment))
+
+
+def memory_limit(environment: type) -> int | None:
+    """The declared `memory_limit_bytes`. Raises `ConfigurationError` for what is no number of bytes."""
+    limit = getattr(environment, "memory_limit_bytes", None)
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise ConfigurationError(
+            f"memory_limit_bytes of {environment.__name__} is {limit!r}, not a number of bytes", where="env.name"
+        )
+    return limit
 
 
 def _writes(candidate: type, name: str) -> bool:

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import psutil
 
 from tiderl.data.errors import TideError
 from tiderl.data.records import Action, Prompt, TaskKey
 from tiderl.data.rng import stream_seed
 from tiderl.envs.base import RESERVED
 from tiderl.envs.inprocess import AsyncEnvironments
+from tiderl.envs.leaks import measure
 from tiderl.envs.pool import PoolEnvironments
 from tiderl.envs.trial import opened
 
@@ -30,6 +32,7 @@ PROMPTS_REPEATED = 10
 """Determinism and unknown actions are tried on fewer: each costs two episodes."""
 EXPERT_SUCCESS_LEAST = 0.95
 UNKNOWN_ACTION = "?!"
+UNKNOWN_WORDS_SHOWN = 40  # enough to complete the vocabulary of a small world from
 PLAIN_WORDS = ("go", "yes", "no")  # what is said where there is neither expert nor vocabulary
 
 Verdict = Literal["ok", "note", "problem"]
@@ -117,10 +120,12 @@ class _Trial:
         self._check_starts(starts)
         await self._check_unknown_action(prompts)
         await self._check_determinism(prompts, vocabulary)
+        await self._check_leaks(prompts, vocabulary)
         self._check_words(vocabulary)
         self._check_times()
 
     def figures(self) -> dict[str, float]:
+        """Percentiles of seconds, words and turns over all episodes."""
         figures: dict[str, float] = {}
         for name, values in (
             ("reset_s", self._seconds["reset"]),
@@ -179,8 +184,7 @@ class _Trial:
         """Two objects at a time, which the pool puts into two workers."""
         tried = prompts[:PROMPTS_REPEATED]
         for prompt in tried:
-            has_expert = self.environments.has_expert
-            words = await self.environments.expert(prompt) if has_expert else self._words(prompt, vocabulary)
+            words = await self._actions(prompt, vocabulary)
             one, other = await asyncio.gather(self._episode(prompt, words), self._episode(prompt, words))
             if one.texts[0] != other.texts[0]:
                 detail = f"prompt {prompt.id} starts as {one.texts[0][:80]!r} and as {other.texts[0][:80]!r}"
@@ -190,7 +194,25 @@ class _Trial:
                 detail = f"the same actions on prompt {prompt.id} were answered differently: the world is random"
                 self.find("same actions, same answers", "note", detail)
                 break
-        self.find("same prompt, same start", "ok", f"tried {len(tried)} prompts in two objects each")
+        where = "one process: it is async" if len(self.environments.pids()) == 1 else "two processes"
+        self.find("same prompt, same start", "ok", f"tried {len(tried)} prompts in two objects each, in {where}")
+
+    async def _check_leaks(self, prompts: Sequence[Prompt], vocabulary: Sequence[str]) -> None:
+        async def play(number: int) -> None:
+            prompt = prompts[number % len(prompts)]
+            await self._episode(prompt, await self._actions(prompt, vocabulary))
+
+        try:
+            leaks = await measure(play, self.environments.pids)
+        except psutil.Error:
+            leaks = None
+        if leaks is None:
+            self.find("leaks", "note", "not measured: a worker process was replaced meanwhile")
+        elif leaks.found:
+            self.find("leaks", "problem", f"every episode leaves behind {', '.join(leaks.found)}")
+        else:
+            memory = f"memory grew by {max(0.0, leaks.bytes_each) / 1024:.1f} KiB an episode"
+            self.find("leaks", "ok", f"{leaks.episodes} episodes left no thread and no process; {memory}")
 
     async def _check_unknown_action(self, prompts: Sequence[Prompt]) -> None:
         for prompt in prompts[:PROMPTS_REPEATED]:
@@ -214,7 +236,7 @@ class _Trial:
             return
         unknown = sorted(self._seen - {word.lower() for word in vocabulary})
         if unknown:
-            some = ", ".join(map(repr, unknown[:8]))
+            some = ", ".join(map(repr, unknown[:UNKNOWN_WORDS_SHOWN]))
             self.find("vocabulary", "problem", f"{len(unknown)} words that were seen are not in it: {some}")
         else:
             self.find("vocabulary", "ok", f"holds all {len(self._seen)} words that were seen, {len(vocabulary)} in all")
@@ -225,6 +247,12 @@ class _Trial:
                 p50, p90, p99, most = np.percentile(seconds, [50, 90, 99, 100]) * 1000
                 detail = f"p50 {p50:.1f} ms, p90 {p90:.1f}, p99 {p99:.1f}, max {most:.1f} (way to the worker included)"
                 self.find(f"{name} time", "ok", detail)
+
+    async def _actions(self, prompt: Prompt, vocabulary: Sequence[str]) -> Sequence[str]:
+        """The expert's, else drawn words."""
+        if self.environments.has_expert:
+            return await self.environments.expert(prompt)
+        return self._words(prompt, vocabulary)
 
     def _words(self, prompt: Prompt, vocabulary: Sequence[str]) -> list[str]:
         draw = random.Random(stream_seed(self.seed, "env check", prompt.id))

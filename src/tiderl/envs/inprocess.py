@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -102,6 +103,10 @@ class AsyncEnvironments:
         if self._class is not None:
             self._class = None
             ROUTED_PRINTS.release()
+
+    def pids(self) -> list[int]:
+        """This process."""
+        return [os.getpid()]
 
     def make(self) -> Any:
         """A new object of the environment's class."""

@@ -18,8 +18,11 @@ from typing import Any, Literal, TypeVar
 
 from tiderl.data.errors import (
     ConfigurationError,
+    EnvironmentFault,
+    EnvironmentMemory,
     EnvironmentRaised,
     EnvironmentTimeout,
+    InfrastructureFault,
     InvariantViolation,
     TideError,
     VerifierFault,
@@ -38,8 +41,8 @@ T = TypeVar("T")
 CLOSE_S = 2.0
 """How long a task's end waits for its environment's `close`; after that the slot is free and the object
 abandoned."""
-TASK_SET_DEADLINE_S = 120.0
-"""`prompts` and `vocabulary` may read files; they run once."""
+TASK_SET_DEADLINES = 4
+"""`prompts` and `vocabulary` may read files, and run once: they get so many times `deadline_s`."""
 HUNG_AFTER_FRACTION = 0.5
 """Of `deadline_s`: a call that nobody waits for any more and that has been running for so long is hung."""
 RETIRED_WORKERS_MAX = 2
@@ -84,11 +87,17 @@ class PoolEnvironments:
         self._closed = False
 
     async def start(self) -> None:
-        """Start the workers. Raises `ConfigurationError` when the name is no environment."""
+        """Start the workers. Raises `ConfigurationError` when the name is no environment, and when the import of it
+        dies or never ends."""
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self.description = (await self._start_worker()).description
+        try:
+            first = await self._start_worker()
+        except (EnvironmentTimeout, InfrastructureFault) as fault:
+            raise ConfigurationError(fault.what, where=fault.where, hint=fault.hint) from fault
+        self.description = first.description
         self.has_expert = self.description.has_expert
         if self.description.coroutines:
+            await self._end(first, "its methods cannot run here")
             raise ConfigurationError(
                 f"{self.description.coroutines[0]} is `async def`",
                 where=f"env.name {self.name}",
@@ -106,7 +115,7 @@ class PoolEnvironments:
         def request(lane: int) -> protocol.LaneRequest:
             return protocol.PromptsRequest(lane=lane, where=f"{self.name} prompts", split=split)
 
-        return await self._once(protocol.PROMPTS, request, list[Prompt], TASK_SET_DEADLINE_S)
+        return await self._once(protocol.PROMPTS, request, list[Prompt], TASK_SET_DEADLINES * self.deadline_s)
 
     async def vocabulary(self) -> tuple[str, ...]:
         """Empty where the environment declares none."""
@@ -116,7 +125,7 @@ class PoolEnvironments:
         def request(lane: int) -> protocol.LaneRequest:
             return protocol.VocabularyRequest(lane=lane, where=f"{self.name} vocabulary")
 
-        return await self._once(protocol.VOCABULARY, request, tuple[str, ...], TASK_SET_DEADLINE_S)
+        return await self._once(protocol.VOCABULARY, request, tuple[str, ...], TASK_SET_DEADLINES * self.deadline_s)
 
     async def expert(self, prompt: Prompt) -> Sequence[str]:
         def request(lane: int) -> protocol.LaneRequest:
@@ -135,6 +144,10 @@ class PoolEnvironments:
             await worker.kill("the run is over")
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def pids(self) -> list[int]:
+        """The process ids of the workers that live."""
+        return [worker.pid for worker in self._workers if worker.is_alive]
 
     async def place(self) -> WorkerProcess:
         """A worker for one more environment, counted in. Dead and retired ones are replaced."""
@@ -174,9 +187,11 @@ class PoolEnvironments:
             else:
                 await self._abandon(worker, request)
             raise
-        except TideError:
+        except TideError as error:
             if not worker.is_alive:
                 await self._end(worker, "it is gone")
+            elif self.one_each and isinstance(error, EnvironmentMemory):
+                await self._end(worker, "it took more memory than it may")
             raise
 
     async def close_lane(self, worker: WorkerProcess, lane: int, where: str) -> None:
@@ -209,7 +224,7 @@ class PoolEnvironments:
 
     async def _start_worker(self) -> WorkerProcess:
         log = self._log_dir / f"env-{next(self._numbers)}.log"
-        worker = await WorkerProcess.start(self.name, self.options, log, self._answer_s)
+        worker = await WorkerProcess.start(self.name, self.options, log, self._answer_s, alone=self.one_each)
         if self._closed:
             await worker.kill("the run is over")
         self._workers.append(worker)
@@ -259,7 +274,7 @@ class PoolHandle:
         request = protocol.ScoreRequest(lane=self._lane, where=where, trajectory=trajectory)
         try:
             return await self._call(protocol.SCORE, request, float, self._pool.deadline_s)
-        except (EnvironmentRaised, EnvironmentTimeout) as error:
+        except EnvironmentFault as error:
             raise VerifierFault(error.what, where=where, hint=error.hint) from error
 
     async def close(self) -> None:

@@ -23,6 +23,7 @@ class LoadRequest(msgspec.Struct, frozen=True):
 
     name: str
     options: Mapping[str, Any]
+    alone: bool = False  # one environment at a time in this worker
 
 
 class LaneRequest(msgspec.Struct, frozen=True, kw_only=True):

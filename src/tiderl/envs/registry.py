@@ -38,7 +38,21 @@ class Entry:
     profile: WorkloadProfile
 
 
-# The profiles are what `tiderl env check NAME` measures: the expert's turns, tokens of the words renderer, seconds.
+DEFAULT_PROFILE = WorkloadProfile(
+    turns_median=5.0,
+    turns_sigma=0.6,
+    first_observation_tokens=100.0,
+    observation_tokens=50.0,
+    observation_sigma=0.8,
+    action_tokens=20.0,
+    action_sigma=0.8,
+    step_s=0.05,
+    step_sigma=1.0,
+    reset_s=0.05,
+)
+"""What virtual time assumes of an environment whose behaviour nobody measured: a small tool-using task."""
+
+# The others are what `tiderl env check NAME` measures: the expert's turns, tokens of the words renderer, seconds.
 REGISTRY = {
     entry.name: entry
     for entry in (
@@ -80,22 +94,16 @@ REGISTRY = {
                 reset_s=0.0003,
             ),
         ),
+        Entry(
+            "gym",
+            "tiderl.envs.gym:GymText",
+            "babyai",
+            "gymnasium",
+            "Any Gymnasium environment with text observations (options id, actions, kwargs, max_turns)",
+            DEFAULT_PROFILE,
+        ),
     )
 }
-
-DEFAULT_PROFILE = WorkloadProfile(
-    turns_median=5.0,
-    turns_sigma=0.6,
-    first_observation_tokens=100.0,
-    observation_tokens=50.0,
-    observation_sigma=0.8,
-    action_tokens=20.0,
-    action_sigma=0.8,
-    step_s=0.05,
-    step_sigma=1.0,
-    reset_s=0.05,
-)
-"""What virtual time assumes of an environment that has no registry line: a small tool-using task."""
 
 
 def profile(name: str) -> WorkloadProfile:

@@ -15,12 +15,14 @@ from typing import Any, TypeVar
 
 from tiderl.data.errors import (
     ChannelTimeout,
+    EnvironmentMemory,
     EnvironmentRaised,
     EnvironmentTimeout,
     InfrastructureFault,
 )
 from tiderl.envs import protocol
 from tiderl.envs.base import Description
+from tiderl.envs.memory import MEMORY_EXIT_STATUS
 from tiderl.envs.output import last_lines_of
 from tiderl.wire.channel import Connection
 from tiderl.wire.spawn import Child, spawn
@@ -47,15 +49,17 @@ class WorkerProcess:
         self.description = Description("", (), ())
 
     @classmethod
-    async def start(cls, name: str, options: Mapping[str, Any], log: Path, answer_s: float = ANSWER_S) -> WorkerProcess:
-        """A worker with the class loaded. Raises what `registry.load` raises, `InfrastructureFault` when it
-        dies."""
+    async def start(
+        cls, name: str, options: Mapping[str, Any], log: Path, answer_s: float = ANSWER_S, *, alone: bool = False
+    ) -> WorkerProcess:
+        """A worker with the class loaded, for one environment at a time if `alone`. Raises what `registry.load`
+        raises, `InfrastructureFault` when it dies."""
         child = spawn("tiderl.envs.worker", "--log", str(log), log=log)
         connection = await Connection.open(child.socket, f"environment worker {log.stem}")
         worker = cls(child, connection, log, answer_s)
         try:
             worker.description = await connection.request(
-                protocol.LOAD, protocol.LoadRequest(name, options), Description, LOAD_DEADLINE_S
+                protocol.LOAD, protocol.LoadRequest(name, options, alone), Description, LOAD_DEADLINE_S
             )
         except ChannelTimeout:
             await worker.kill("its import never ended")
@@ -93,7 +97,7 @@ class WorkerProcess:
             answer: T = await self._connection.request(method, request, result, deadline_s)
             return answer
         except ChannelTimeout:
-            text = f"no answer to {method} within env.deadline_s"
+            text = f"no answer to {method} within {deadline_s:.3g} s (env.deadline_s)"
             raise EnvironmentTimeout(text, where=request.where) from None
         except InfrastructureFault as fault:
             if self.is_alive:
@@ -101,6 +105,10 @@ class WorkerProcess:
             ending = await self.ending()
             if self._killed_because:
                 raise InfrastructureFault(f"its worker was killed: {ending}", where=request.where) from fault
+            if self._child.process.returncode == MEMORY_EXIT_STATUS:
+                hint = "memory_limit_bytes of its class"
+                text = f"its process took more memory than it may: {ending}"
+                raise EnvironmentMemory(text, where=request.where, hint=hint) from fault
             raise EnvironmentRaised(f"its process died during {method}: {ending}", where=request.where) from fault
 
     async def abandon(self, lane: int, where: str, hung_after_s: float) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -35,6 +36,7 @@ from tiderl.envs.answers import (
     raised,
 )
 from tiderl.envs.base import check_options, describe
+from tiderl.envs.memory import guard_memory
 from tiderl.envs.output import ROUTED_PRINTS, LastLines, capture_process_output, printed_by
 from tiderl.envs.registry import load
 from tiderl.wire.channel import Channel
@@ -91,10 +93,15 @@ class Lane:
                 self._close()
 
     def _answer(self, message: Message, request: protocol.LaneRequest) -> None:
-        channel = self._worker.channel
+        channel, pid = self._worker.channel, os.getpid()
         try:
-            channel.reply(message, self._call(request))
+            answer = self._call(request)
+            if os.getpid() != pid:
+                os._exit(0)  # a forked copy of this thread: the original answers
+            channel.reply(message, answer)
         except BaseException as error:  # noqa: BLE001  the border of the user's code: sent as a typed fault
+            if os.getpid() != pid:
+                os._exit(1)
             kind, known = _FAULTS.get(type(request), (EnvironmentRaised, (EnvironmentFault,)))
             fault = raised(error, request.where, self._printed.lines(), kind, known)
             with contextlib.suppress(InfrastructureFault):  # the channel closed: the process ends anyway
@@ -173,10 +180,12 @@ class Worker:
             self.environment_class = load(request.name)
             self.options = dict(request.options)
             check_options(self.environment_class, self.options)
+            description = describe(self.environment_class)
         except ConfigurationError as error:
             self.channel.reply_error(message, error)
             return
-        self.channel.reply(message, describe(self.environment_class))
+        guard_memory(description.memory_limit_bytes, alone=request.alone)
+        self.channel.reply(message, description)
 
     def _abandon(self, request: protocol.AbandonRequest) -> int:
         lane = self._lanes.pop(request.lane, None)

@@ -90,6 +90,8 @@ class IssueBook:
         group.ids.setdefault(event.member, set()).add(event.trajectory_id)
         group.last_dropped.add(event.member)
         group.given_up |= event.reason == GROUP_DROPPED
+        if group.given_up and len(group.last_dropped) >= self.group_size:  # nothing more comes of it
+            self._closed += self._open.pop(event.prompt_id).issued(self.group_size)
 
 
 class WaitBook:

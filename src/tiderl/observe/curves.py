@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def binned(values: Sequence[float], bins: int) -> list[float]:
     """At most `bins` means of neighbours, in order, each over an equal share of the values (to within one)."""
     count = min(bins, len(values))
     edges = [round(number * len(values) / count) for number in range(count + 1)] if count else [0]
-    return [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
 
 
 def read_rows(metrics: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -34,13 +34,13 @@ DEFINITIONS: Mapping[str, str] = {
     "in_flight": "trajectories running or ready",
     "dropped_tokens": "tokens of dropped trajectories as far as they had come, observations included",
     "dropped_tokens_mean": (
-        "tokens of a dropped trajectory, observations included, when it was dropped: less than it would have become; mean "
-        "over those of which that is known (not over those lost with a driver)"
+        "tokens of a dropped trajectory, observations included, when it was dropped: less than it would have become; "
+        "mean over those of which that is known (not over those lost with a driver)"
     ),
     "dropped_tokens_mean_by_reason": "the same by reason",
     "trained_tokens_mean": (
-        "tokens of a trained trajectory, observations included, mean; where dropped_tokens_mean is larger, dropping favoured "
-        "short trajectories"
+        "tokens of a trained trajectory, observations included, mean; where dropped_tokens_mean is larger, dropping "
+        "favoured short trajectories"
     ),
     "generated_tokens": "tokens sampled for training, whatever became of them; evaluation is not in it",
     "trained_loss_tokens": "loss-bearing tokens of committed updates",

@@ -12,9 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tiderl.data.records import Trajectory
-from tiderl.observe.transcripts import ENDINGS
 from tiderl.observe.words import count, duration, fraction, number
 
+FAILURES = {
+    "terminated": "ended without success",
+    "truncated": "cut short by the environment",
+    "budget_turns": "out of turns",
+    "budget_tokens": "out of tokens",
+}
 Z_95 = 1.959964
 """Two-sided 95 % quantile of the normal distribution."""
 
@@ -84,7 +89,7 @@ def lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("best of", ", ".join(f"{k}: {fraction(value)}" for k, value in result["best_of"].items() if k != "1")),
         (
             "failures",
-            ", ".join(f"{amount:,} {ENDINGS[ending]}" for ending, amount in result["failures"].items()),
+            ", ".join(f"{amount:,} {FAILURES[ending]}" for ending, amount in result["failures"].items()),
         ),
         ("lost to faults", f"{result['failed']:,}" if result["failed"] else ""),
         ("faults", ", ".join(f"{amount:,} {name}" for name, amount in result["faults"].items())),

@@ -123,7 +123,7 @@ async def load_group(
     return group, lost
 
 
-async def load_consumed(rows: Sequence[TrajectoryRow], blobs: Blobs) -> list[Group]:
+async def load_consumed(update: int, rows: Sequence[TrajectoryRow], blobs: Blobs) -> list[Group]:
     """The groups of a committed update, in the order in which they were consumed, for its redo. Raises
     `CheckpointError`."""
     groups: dict[int, Group] = {}
@@ -131,6 +131,7 @@ async def load_consumed(rows: Sequence[TrajectoryRow], blobs: Blobs) -> list[Gro
         if row.sha256 is None:
             raise CheckpointError("a committed trajectory has no payload", where=f"trajectory {row.id}")
         group = groups.setdefault(row.prompt_id, Group(row.prompt_id, Prompt(id=""), 0, 0, []))
+        group.ready_update = update - 1  # how long it had waited is not on record
         member = Member(row.member, row.id, attempt=row.attempt, sha256=row.sha256)
         member.trajectory = await blobs.get(row.sha256)
         group.members.append(member)

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from tiderl.data.errors import CheckpointError, RankLost
 from tiderl.data.events import Event, Fault
-from tiderl.data.records import UpdateStats
 from tiderl.runtime.buffer import Group
 from tiderl.runtime.ports import Ports
 from tiderl.runtime.recovery import Recovered, load_consumed, recover
@@ -31,11 +30,11 @@ class TrainerRestorer:
     def __init__(
         self,
         ports: Ports,
-        compute: Callable[[int, Sequence[Group]], Awaitable[list[UpdateStats]]],
+        redo: Callable[[int, Sequence[Group]], Awaitable[None]],
         wakeup: Wakeup,
         emit: Callable[[Event], None],
     ) -> None:
-        self.ports, self.compute, self.wakeup, self.emit = ports, compute, wakeup, emit
+        self.ports, self.redo, self.wakeup, self.emit = ports, redo, wakeup, emit
         self.times_back = 0
 
     def back(self) -> None:
@@ -75,7 +74,7 @@ class TrainerRestorer:
         restored = await self._restore_newest(recovered)
         for number, rows in recovered.updates:
             if number > restored:
-                await self.compute(number, await load_consumed(rows, self.ports.blobs))
+                await self.redo(number, await load_consumed(number, rows, self.ports.blobs))
 
     async def _restore_newest(self, recovered: Recovered) -> int:
         checkpoints = self.ports.checkpoints

@@ -60,10 +60,13 @@ class Run:
         strategy: Strategy,
         *,
         on_evaluated: Callable[[EvalJob], None] = lambda job: None,
+        reported_updates: int | None = None,
     ) -> None:
         """`settings.updates` 0: the start model is evaluated, and that is all. `on_evaluated` gets every evaluation
-        with its trajectories."""
+        with its trajectories. `reported_updates`: the newest update whose commit is among the events of a run that goes
+        on; None: all of them are."""
         self.ports, self.settings, self.strategy = ports, settings, strategy
+        self.reported_updates = reported_updates
         self.on_evaluated = on_evaluated
         self.wakeup = Wakeup()
         self.stop_requested = False
@@ -123,6 +126,8 @@ class Run:
             if recovered is None:
                 await loops.restorer.guarded(lambda: self._start(loops, train_prompts), starts_from_nothing=True)
             else:
+                reported = recovered.updates_done if self.reported_updates is None else self.reported_updates
+                loops.training.reported_updates = reported
                 await loops.resume(recovered, train_prompts)
             loops.rollout.prompts = islice(
                 prompt_stream(train_prompts, self.settings.seed), loops.buffer.next_prompt_id, None

@@ -95,7 +95,9 @@ class Training:
         self.wakeup, self.emit, self.settings = wakeup, emit, settings
         self.rank = cluster.actors[0].rank
         self.shared_replicas = [r for r, ranks in cluster.engine_ranks.items() if self.rank in ranks]
-        self.restorer = TrainerRestorer(ports, self._compute, wakeup, emit)
+        self.restorer = TrainerRestorer(ports, self._redo, wakeup, emit)
+        self.reported_updates = 0
+        """The newest update whose commit is among the events."""
         self.waiting = False
         self.stopping = False
 
@@ -150,6 +152,14 @@ class Training:
         self._emit_committed(update, batch, staleness, stats, _now() - started)
         self.buffer.consume(batch)
         self.wakeup.notify()
+
+    async def _redo(self, update: int, batch: Sequence[Group]) -> None:
+        """A committed update once more, from its record. Reported only where the driver died between its commit and the
+        event."""
+        started = _now()
+        stats = await self._compute(update, batch)
+        if update > self.reported_updates:
+            self._emit_committed(update, batch, batch_staleness(batch, update), stats, _now() - started)
 
     async def _compute(self, update: int, batch: Sequence[Group]) -> list[UpdateStats]:
         parts = plan_update(update, batch, self.settings.steps_per_batch, self.settings.micro_batch_tokens)
@@ -226,6 +236,7 @@ class Training:
         stats: Sequence[UpdateStats],
         seconds: float,
     ) -> None:
+        self.reported_updates = update
         trajectories = [t for group in batch for t in group.trajectories()]
         names = stats[0].metrics
         metrics = {name: sum(s.metrics.get(name, 0.0) for s in stats) / len(stats) for name in names}

@@ -48,6 +48,10 @@ class SimRank:
             if self.engine is not None:
                 self.engine.unhold()
 
+    def require(self) -> None:
+        """Raises `RankLost` while it is down: for a request that takes no time."""
+        self._check(self._lives)
+
     def lose(self) -> None:
         """The process dies: the running work and all that is queued fail."""
         self.up = False

@@ -60,7 +60,7 @@ class SimActor:
 
 
 class SimUpdate:
-    """The optimizer of one actor rank. Checkpoints are remembered in `saved` by their directory's name: nothing is written."""
+    """The optimizer of one actor rank. Checkpoints are remembered in `saved` by their directory: nothing is written."""
 
     def __init__(self, rank: SimRank, actor: SimActor, cost: CostModel, saved: dict[str, int]) -> None:
         self._on, self._actor, self._cost = rank, actor, cost
@@ -107,6 +107,7 @@ class SimUpdate:
 
     async def discard(self, handle: WeightHandle) -> None:
         """A deletion costs nothing."""
+        self._on.require()
 
     async def save(self, directory: str) -> None:
         await self._on.work(self._cost.checkpoint_s)

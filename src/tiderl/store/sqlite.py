@@ -24,6 +24,8 @@ from tiderl.store.rules import check_append, check_commit, check_once, check_tra
 T = TypeVar("T")
 
 SCHEMA_VERSION = 1
+LINGER_S = 0.02
+"""Rows that come within this time share a transaction, unless somebody waits: one each would cost twice as much."""
 LOCKED_WAIT_S = 5.0  # how long another reader or writer of the file may hold it
 
 TABLES = """
@@ -55,15 +57,19 @@ class Journal:
                 raise
 
     def _prepare(self) -> None:
+        if self._db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
+            self._refuse_newer()  # before anything is written to it
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.execute("PRAGMA fullfsync=1")  # macOS: a sync that reaches the disk; nothing elsewhere
         self._db.executescript(TABLES)
         self._db.execute("INSERT OR IGNORE INTO meta VALUES('schema_version', ?)", (str(SCHEMA_VERSION),))
-        found = self._db.execute("SELECT value FROM meta WHERE key='schema_version'").fetchone()[0]
-        if int(found) > SCHEMA_VERSION:
+
+    def _refuse_newer(self) -> None:
+        found = self._db.execute("SELECT value FROM meta WHERE key='schema_version'").fetchone()
+        if found is not None and int(found[0]) > SCHEMA_VERSION:
             raise CheckpointError(
-                f"the journal has schema {found}, this TideRL knows up to {SCHEMA_VERSION}",
+                f"the journal has schema {found[0]}, this TideRL knows up to {SCHEMA_VERSION}",
                 where=str(self.path),
                 hint="update TideRL",
             )
@@ -190,6 +196,7 @@ class SqliteLedger:
         self._failure: TideError | None = None
         self._closed = False
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._call_waits = threading.Event()
         self._writer: threading.Thread | None = None
         if threaded:
             self._writer = threading.Thread(target=self._write, name="journal writer", daemon=True)
@@ -246,6 +253,7 @@ class SqliteLedger:
                 loop.call_soon_threadsafe(deliver, result, error)
 
         self._jobs.put(_Job(call=call, done=done, last=last))
+        self._call_waits.set()
         return await answer
 
     def _check(self) -> None:
@@ -267,6 +275,9 @@ class SqliteLedger:
         while True:
             rows: list[LedgerRow] = []
             job = self._jobs.get()
+            if job.call is None:
+                self._call_waits.wait(LINGER_S)
+                self._call_waits.clear()
             while job.call is None:
                 rows += job.rows
                 try:
@@ -305,8 +316,9 @@ def read_journal(path: Path | str) -> Replay | None:
 
 
 def read_checkpoints(path: Path | str) -> list[tuple[int, str]]:
-    """(update, name) of every durable checkpoint, oldest first; reads only, also while a driver works on the run. Raises
-    `CheckpointError`."""
+    """(update, name) of every durable checkpoint, oldest first; reads only, also while a driver works on the run.
+
+    Raises `CheckpointError`."""
     if not Path(path).is_file():
         raise CheckpointError("there is no journal", where=str(path))
     try:

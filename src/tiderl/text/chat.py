@@ -28,7 +28,7 @@ THOUGHT_OPENS = "<think>"
 
 
 class ChatRenderer:
-    """The template's words around observations and answers to tool calls; tool calls as `<tool_call>{json}</tool_call>`.
+    """The template's words around observations and answers of tools; tool calls as `<tool_call>{json}</tool_call>`.
 
     Raises `ConfigurationError` for a folder without a tokenizer or a template that this can follow.
     """
@@ -60,8 +60,9 @@ class ChatRenderer:
     def begin(self, observation: Observation, tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
         """int32 [n]: tools and first observation as the template says them, up to where the policy speaks. Raises
         `ConfigurationError` for tools that the template leaves out, and for images."""
-        text = self._tokenizer.render([_user(self._text(observation))], tools=tools, speak=True)
-        if tools and not all(_tool_name(tool) in text for tool in tools):
+        messages = [_user(self._text(observation))]
+        text = self._tokenizer.render(messages, tools=tools, speak=True)
+        if tools and text == self._tokenizer.render(messages, speak=True):
             raise self._tokenizer.refuse("its chat template has no way to say tools")
         return np.array(self._tokenizer.encode(text), np.int32)
 
@@ -149,12 +150,6 @@ def _user(text: str) -> Message:
 
 def _assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
-
-
-def _tool_name(tool: Mapping[str, Any]) -> str:
-    """Of a tool's description: a mapping with a name, or one of the form {type: function, function: {name: …}}."""
-    described = tool.get("function", tool)
-    return str(described.get("name", "")) if isinstance(described, Mapping) else ""
 
 
 def _tool_call(written: str) -> ToolCall | str:

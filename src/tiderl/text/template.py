@@ -38,7 +38,7 @@ class ChatTokenizer:
             raise self.refuse("there is no tokenizer.json", "save the tokenizer in its fast form with save_pretrained")
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001 the library raises bare exceptions for a damaged file
+        except Exception as error:  # the library raises no more special one
             raise self.refuse(f"tokenizer.json cannot be read: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()

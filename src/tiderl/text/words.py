@@ -80,7 +80,7 @@ class WordsRenderer:
             raise ConfigurationError(
                 f"{folder} does not know {len(missing)} of the environment's words: {', '.join(missing[:5])}",
                 where="model.tokenizer words",
-                hint="its words are those of the environment that it was trained on: use that one, or train from scratch",
+                hint="it was trained on another environment: use that one, or start from scratch",
             )
         return renderer
 

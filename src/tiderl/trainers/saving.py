@@ -44,6 +44,8 @@ def save_model_folder(
         config.save_pretrained(folder)
         generation.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        # safetensors writes for the owner's eyes only; who may read the rest of the folder may read its weights.
+        (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
 
 
 def build_tokenizer(settings: ModelSettings) -> Any:

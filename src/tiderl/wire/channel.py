@@ -114,7 +114,8 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        return not self._closed.done()
+        """False from the moment at which a write would go nowhere, also while the loop has yet to say so."""
+        return not self._closed.done() and self._transport is not None and not self._transport.is_closing()
 
     async def closed(self) -> str:
         """Wait until the channel is closed, by whomever; the reason."""
@@ -152,8 +153,8 @@ class Connection(asyncio.Protocol):
         await asyncio.sleep(0)
 
     def _write(self, frame: bytearray) -> None:
-        if self._closed.done() or self._transport is None:
-            raise self._lost(f"the channel is closed: {self._reason}", where=self.peer)
+        if not self.is_open or self._transport is None:
+            raise self._lost(f"the channel is closed: {self._reason or 'the peer is gone'}", where=self.peer)
         self._transport.write(frame)
 
     def fail(self, reason: str) -> None:
