@@ -10,6 +10,7 @@ from support import environments_suite
 from support.environments_suite import Make
 
 from tiderl.data.records import Action
+from tiderl.envs.mixed import MixedEnvironments
 from tiderl.envs.pool import build_environments
 from tiderl.runtime.ports import Environments
 
@@ -27,6 +28,15 @@ def maker(isolation: str, name: str = COUNTING) -> Make:
 @pytest.mark.parametrize("isolation", ["async", "pool", "process"])
 def test_port(isolation: str, check: Callable[..., None]) -> None:
     asyncio.run(check(maker(isolation)))
+
+
+@pytest.mark.parametrize("check", environments_suite.CHECKS, ids=lambda check: check.__name__)
+def test_port_of_a_mixture(check: Callable[..., None]) -> None:
+    def make(slots: int) -> Environments:
+        parts = {"one": maker("pool")(slots), "two": maker("async")(slots)}
+        return MixedEnvironments(parts, slots=slots)
+
+    asyncio.run(check(make))
 
 
 def test_port_with_async_def() -> None:

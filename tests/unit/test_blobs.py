@@ -68,6 +68,19 @@ def test_name_is_the_hash_of_the_file(tmp_path: Path) -> None:
     assert [found.name for found in tmp_path.rglob("*") if found.is_file()] == [path.name]
 
 
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_only_what_is_still_named_is_kept(kind: str, tmp_path: Path) -> None:
+    async def check() -> None:
+        blobs: Blobs = MemoryBlobs() if kind == "memory" else FileBlobs(tmp_path)
+        kept, lost = await blobs.put(trajectory(5, 1)), await blobs.put(trajectory(5, 2))
+        await blobs.keep_only({kept, "f" * 64})
+        assert_equal(await blobs.get(kept), trajectory(5, 1))
+        with pytest.raises(CheckpointError):
+            await blobs.get(lost)
+
+    asyncio.run(check())
+
+
 def test_zero_stride_arrays_can_be_stored(tmp_path: Path) -> None:
     async def check() -> None:
         flat = msgspec.structs.replace(trajectory(3), ids=np.broadcast_to(np.int32(4), (3,)))

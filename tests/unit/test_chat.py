@@ -27,7 +27,9 @@ _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 def folder(name: str) -> Path:
     directory = tempfile.TemporaryDirectory(prefix="tiderl-chat-")
     _KEPT.append(directory)
-    return write_tokenizer(Path(directory.name), TEMPLATES[name], eos="<|eot_id|>" if name == "headers" else "<|im_end|>")
+    return write_tokenizer(
+        Path(directory.name), TEMPLATES[name], eos="<|eot_id|>" if name == "headers" else "<|im_end|>"
+    )
 
 
 @functools.cache
@@ -81,12 +83,17 @@ def test_tools_are_said_first_and_their_answers_come_as_such() -> None:
     assert answered == whole("chatml", *talk, tools=[TOOL])
 
 
-def test_a_template_without_tools_refuses_them_and_answers_as_the_user_does() -> None:
+def test_a_template_without_tools_refuses_them() -> None:
     words = renderer("headers")
     with pytest.raises(ConfigurationError, match="no way to say tools"):
         words.begin(Observation.text("go"), [TOOL])
+
+
+def test_where_the_template_knows_no_tool_role_the_user_answers_a_call(tmp_path: Path) -> None:
+    no_tools = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('a tool') }}{% endfor %}"
+    words = ChatRenderer(write_tokenizer(tmp_path, no_tools + CHATML))
     said = words.action_ids(CALL)
-    assert words.extend(Observation.text("x"), said).tolist() == whole("headers", ("user", "x"))[1:]  # no first token
+    assert words.extend(Observation.text("x"), said).tolist() == words.extend(Observation.text("x")).tolist()
 
 
 def test_stop_ids_are_the_end_of_a_turn_first_then_those_of_the_model(tmp_path: Path) -> None:
@@ -155,7 +162,10 @@ REFUSED = {
         CHATML.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"),
         "changes earlier turns",
     ),
-    "ends with plain text": (CHATML.replace("{{ message.content }}<|im_end|>", "{{ message.content }} bye"), "plain text"),
+    "ends with plain text": (
+        CHATML.replace("{{ message.content }}<|im_end|>", "{{ message.content }} bye"),
+        "plain text",
+    ),
     "is no template": ("{% for message in messages %}", "cannot be read"),
     "raises": ("{{ raise_exception('no talk') }}", "no talk"),
     "is missing": (None, "no chat template"),

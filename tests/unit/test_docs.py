@@ -22,9 +22,6 @@ from tiderl.observe.definitions import DEFINITIONS
 from tiderl.observe.metrics import RunMetrics, eval_row
 
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.yaml"))
-NOT_WRITTEN_YET = {"docs/environments.md"}
-"""Pages that others link to before they are there."""
-
 KEY = re.compile(rf"(?:{'|'.join(SECTIONS)})(?:\.[a-z_]+)+")
 FILE_SUFFIXES = (".yaml", ".jsonl", ".json", ".sqlite", ".safetensors", ".md", ".py")
 FOREIGN_WORDS = re.compile(r"\b(?:session|helper|subagent)s?\b", re.IGNORECASE)
@@ -65,9 +62,7 @@ def test_every_relative_link_leads_somewhere(path: Path) -> None:
             continue
         target, _, anchor = link.partition("#")
         there = (path.parent / target).resolve() if target else path
-        if not there.exists():
-            broken += [] if there.is_relative_to(ROOT) and named(there) in NOT_WRITTEN_YET else [link]
-        elif anchor and anchor not in anchors(text_of(there)):
+        if not there.exists() or (anchor and anchor not in anchors(text_of(there))):
             broken.append(link)
     assert broken == []
 
@@ -81,7 +76,7 @@ def test_files_of_the_project_that_are_named_exist(path: Path) -> None:
         is_path = re.fullmatch(r"[\w.-]+(?:/[\w.-]+)+/?", code)
         if not is_path or code.split("/")[0] not in {*packages, "src", "tests", "docs", "examples", "bench"}:
             continue
-        if code not in NOT_WRITTEN_YET and not any((place / code).exists() for place in places):
+        if not any((place / code).exists() for place in places):
             missing.append(code)
     assert missing == []
 

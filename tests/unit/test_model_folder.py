@@ -90,10 +90,10 @@ class Hub(BaseHTTPRequestHandler):
     files: dict[str, bytes] = {}  # noqa: RUF012 set once by the fixture
     commit = "0" * 40
 
-    def do_HEAD(self) -> None:  # noqa: N802 the base class calls it so
+    def do_HEAD(self) -> None:
         self.do_GET(head=True)
 
-    def do_GET(self, *, head: bool = False) -> None:  # noqa: N802
+    def do_GET(self, *, head: bool = False) -> None:
         path = self.path.partition("?")[0]
         if "/gated" in path:
             self._answer(403, b"gated", head, {"X-Error-Code": "GatedRepo"})

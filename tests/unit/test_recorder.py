@@ -42,6 +42,14 @@ def test_events_are_readable_after_a_second_without_close(tmp_path: Path) -> Non
     assert ranks(tmp_path) == [0, 1, 2]
 
 
+def test_what_came_before_an_event_that_counts_is_readable_with_it(tmp_path: Path) -> None:
+    recorder = SegmentRecorder(tmp_path, flush_after=(RunEnded,))
+    recorder.emit(event(0))
+    assert ranks(tmp_path) == []
+    recorder.emit(RunEnded(t_s=0.0, outcome="done", updates=3))
+    assert ranks(tmp_path) == [0]
+
+
 def test_large_run_rotates_its_segments(tmp_path: Path) -> None:
     recorder = SegmentRecorder(tmp_path, segment_bytes=500)
     for number in range(50):

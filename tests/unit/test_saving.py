@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tiderl.data.errors import CheckpointError
 from tiderl.data.records import Observation, WeightHandle
 from tiderl.text.words import WordsRenderer
-from tiderl.trainers.export import FOLDER_PREFIX, LOCK_NAME, WeightExports, remove_leftovers
+from tiderl.trainers.export import FOLDER_PREFIX, LOCK_NAME, WeightExports, WeightsFolder, remove_leftovers
 from tiderl.trainers.folders import whole_folder
 from tiderl.trainers.torch_trainer import build
 
@@ -146,6 +146,18 @@ def test_an_own_folder_is_removed_at_close_and_a_given_one_stays(tmp_path):
     given.export(0)
     given.close()
     assert (tmp_path / "weights-v0.safetensors").exists()
+
+
+def test_versions_in_a_folder_of_the_driver_outlive_the_trainer_that_wrote_them():
+    folder = WeightsFolder(0)
+    trainer = build(settings(folder.path))
+    path = trainer.export(3).path
+    trainer.close()
+    build(settings(folder.path)).close()  # started again
+    assert os.path.exists(path)
+    folder.close()
+    folder.close()
+    assert not folder.path.exists()
 
 
 def test_folders_of_dead_trainers_are_removed_and_those_of_living_ones_are_not(tmp_path):

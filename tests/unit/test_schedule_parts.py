@@ -91,8 +91,8 @@ def test_micro_batches_by_hand() -> None:
 
 
 def test_parts_divide_the_batch_in_order() -> None:
-    assert split_parts(8, 2) == (range(0, 4), range(4, 8))
-    assert split_parts(3, 1) == (range(0, 3),)
+    assert split_parts(8, 2) == (range(4), range(4, 8))
+    assert split_parts(3, 1) == (range(3),)
 
 
 def test_tprm_is_smoothed_and_grows_while_nothing_arrives() -> None:

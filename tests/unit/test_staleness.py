@@ -82,7 +82,8 @@ def play(choose, draw, *, batch_groups: int, max_staleness: int, updates: int, s
                 done += 1
         views = [GroupView(g, deadline(v, max_staleness), ready) for g, (v, ready) in live.items()]
         assert hall_violation(views, done, batch_groups, max_staleness) is None
-    # Waiting is always possible and never for ever: once everything in flight is ready, a batch exists or more may start.
+    # Waiting is always possible and never for ever: once everything in flight is ready, a batch exists or more may
+    # start.
     views = [GroupView(g, deadline(v, max_staleness), True) for g, (v, _) in live.items()]
     if len(views) >= batch_groups:
         assert choose(views, done, batch_groups, max_staleness) is not None

@@ -19,7 +19,14 @@ from typing import Any
 import msgspec
 
 from tiderl.api.live import RunLoop, Signals
-from tiderl.api.parts import host_specs, make_cluster, make_environments, make_renderer, policy
+from tiderl.api.parts import (
+    environment_names,
+    host_specs,
+    make_cluster,
+    make_environments,
+    make_renderer,
+    policy,
+)
 from tiderl.cluster.specs import HostSpec
 from tiderl.config.machine import prepare
 from tiderl.config.render import flow
@@ -65,7 +72,8 @@ def evaluate(
         raise ConfigurationError(
             "a model from scratch has learnt nothing yet", where=f"{config}", hint="give --model DIR, or a run"
         )
-    check_form(resolved.config.env.name)
+    for env in resolved.config.environments.values():
+        check_form(env.name)
     log = _Log()
     with tempfile.TemporaryDirectory(prefix="tiderl-eval-") as logs:
         try:
@@ -76,7 +84,7 @@ def evaluate(
     return {
         "run_dir": None if run is None else str(run.root),
         "model": str(resolved.config.model.path),
-        "env": resolved.config.env.name,
+        "env": environment_names(resolved),
         "seed": resolved.config.seed,
         "temperature": resolved.config.eval.temperature,
         **judge(job.finished, samples=samples),

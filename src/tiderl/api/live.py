@@ -18,7 +18,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tiderl.api.parts import host_specs, is_inline, make_cluster, make_environments, make_renderer, policy
+from tiderl.api.parts import (
+    environment_names,
+    host_specs,
+    is_inline,
+    make_cluster,
+    make_environments,
+    make_renderer,
+    policy,
+)
 from tiderl.api.records import load_run, read_policy
 from tiderl.api.result import Fanout, Result, journal_counts, make_result
 from tiderl.config.load import dump
@@ -71,7 +79,8 @@ def train(
     """
     started = time.monotonic()
     resolved = prepare(config, overrides, command="train", needs_weights=True)
-    check_form(resolved.config.env.name)
+    for env in resolved.config.environments.values():
+        check_form(env.name)
     check_trackers(resolved.config.log.trackers)
     directory = choose(resolved.config.run, Path(config).stem)
     create(directory, overwrite=overwrite)
@@ -100,7 +109,14 @@ def resume(run: str | Path, overrides: Sequence[str] = (), *, observer: Observer
     with RunLock(directory.root):
         _refuse_edits(directory, resolved)
         replay = read_journal(directory.journal)
-        if replay is not None and len(replay.updates) >= resolved.settings.updates:
+        done = 0 if replay is None else len(replay.updates)
+        if done > resolved.settings.updates:
+            raise ConfigurationError(
+                f"train.updates: {resolved.settings.updates} is less than the {done} that the run has made",
+                where=str(directory.root),
+                hint="leave it out, or give more to make the run longer",
+            )
+        if done == resolved.settings.updates:
             finished = _summary_of_finished(directory)
             if finished is not None:
                 return Result(finished)
@@ -201,7 +217,7 @@ class Driver:
         if kept is not None and kept.words != model.words:
             raise ConfigurationError(
                 "the environment's vocabulary is not the one that the run was started with",
-                where=f"env.name {self.resolved.config.env.name}",
+                where=f"env.name {environment_names(self.resolved)}",
                 hint="resume with that environment, or start a new run",
             )
         write_whole(self.directory.policy, msgspec.json.format(msgspec.json.encode(model)).decode())

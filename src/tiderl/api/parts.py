@@ -14,10 +14,12 @@ from tiderl.cluster.inline import InlineCluster
 from tiderl.cluster.process import ProcessCluster
 from tiderl.cluster.specs import HostSpec
 from tiderl.config.check import check_first_observation
-from tiderl.config.resolve import Resolved
+from tiderl.config.resolve import Resolved, wait_profile
+from tiderl.config.schema import EnvConfig
 from tiderl.data.errors import ConfigurationError, TideError
 from tiderl.data.records import TaskKey
 from tiderl.data.settings import ModelSettings
+from tiderl.envs.mixed import MixedEnvironments
 from tiderl.envs.pool import build_environments
 from tiderl.runtime.ports import Cluster, Environments
 from tiderl.text.chat import ChatRenderer
@@ -33,20 +35,30 @@ def is_inline(resolved: Resolved) -> bool:
 
 def make_environments(resolved: Resolved, logs: Path) -> Environments:
     """The Environments port, not started."""
+
+    def build(env: EnvConfig, folder: Path) -> Environments:
+        # `inline` is one process for everything: worker processes would make the order of arrival a matter of chance.
+        isolation = "async" if is_inline(resolved) and env.isolation == "pool" else env.isolation
+        return build_environments(
+            isolation,
+            env.name,
+            env.options,
+            workers=env.workers,
+            slots=int(env.slots),
+            deadline_s=env.deadline_s,
+            wait=wait_profile(env),
+            seed=resolved.config.seed,
+            log_dir=str(folder),
+        )
+
     env = resolved.config.env
-    # `inline` is one process for everything: worker processes would make the order of arrival a matter of chance.
-    isolation = "async" if is_inline(resolved) and env.isolation == "pool" else env.isolation
-    return build_environments(
-        isolation,
-        env.name,
-        env.options,
-        workers=env.workers,
-        slots=resolved.slots,
-        deadline_s=env.deadline_s,
-        wait=resolved.wait_profile(),
-        seed=resolved.config.seed,
-        log_dir=str(logs),
-    )
+    if isinstance(env, EnvConfig):
+        return build(env, logs)
+    parts = {
+        name: build(part, logs / f"mix-{place}")
+        for place, (name, part) in enumerate(resolved.config.environments.items(), start=1)
+    }
+    return MixedEnvironments(parts, slots=resolved.slots)
 
 
 async def make_renderer(resolved: Resolved, environments: Environments) -> TextRenderer:
@@ -61,7 +73,7 @@ async def make_renderer(resolved: Resolved, environments: Environments) -> TextR
         if not vocabulary:
             raise ConfigurationError(
                 "the words tokenizer needs an environment that declares its vocabulary",
-                where=f"env.name {resolved.config.env.name}",
+                where=f"env.name {environment_names(resolved)}",
                 hint="give the class a `vocabulary` method that returns all words of its observations and actions",
             )
         if resolved.model_folder is None:
@@ -101,15 +113,23 @@ def make_cluster(resolved: Resolved, specs: list[HostSpec], logs: Path) -> Clust
 
 
 async def _check_first_observation(resolved: Resolved, environments: Environments, renderer: TextRenderer) -> None:
-    """Resets one environment: its first observation must fit, and it must work at all, before anything else starts."""
+    """Resets one of each environment: it must work at all, and its first observation must fit, before anything else
+    starts."""
     prompts = await _usable(resolved, environments.prompts("train"))
     await _usable(resolved, environments.prompts("eval"))
-    handle = await environments.open(TaskKey("warmup", 0, 0), prompts[0])
-    try:
-        observation = await _usable(resolved, handle.reset())
-    finally:
-        await handle.close()
-    check_first_observation(resolved.loaded, len(renderer.begin(observation)))
+    first_of_each = {prompt.environment: prompt for prompt in reversed(prompts)}
+    for number, prompt in enumerate(first_of_each.values()):
+        handle = await environments.open(TaskKey("warmup", number, 0), prompt)
+        try:
+            observation = await _usable(resolved, handle.reset())
+        finally:
+            await handle.close()
+        check_first_observation(resolved.loaded, len(renderer.begin(observation)))
+
+
+def environment_names(resolved: Resolved) -> str:
+    """For people: the environment, or those of the mixture."""
+    return ", ".join(dict.fromkeys(env.name for env in resolved.config.environments.values()))
 
 
 async def _usable(resolved: Resolved, answer: Awaitable[T]) -> T:
@@ -119,7 +139,7 @@ async def _usable(resolved: Resolved, answer: Awaitable[T]) -> T:
     except ConfigurationError:
         raise
     except TideError as error:
-        name = resolved.config.env.name
+        name = environment_names(resolved)
         raise ConfigurationError(
             error.what, where=error.where or f"env.name {name}", hint=f"try it alone: tiderl env check {name}"
         ) from error

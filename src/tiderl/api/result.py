@@ -75,7 +75,7 @@ def make_result(
     return Result(
         {
             "run_dir": run_dir,
-            **{name: None if name in meaningless else value for name, value in metrics.summary().items()},
+            **_without(metrics.summary(), meaningless),
             **counts,
             "wall_s": wall_s,
             "driver_load_fraction": driver_load_fraction,
@@ -84,3 +84,15 @@ def make_result(
             "no_effect": [str(item) for item in no_effect],
         }
     )
+
+
+def _without(figures: Mapping[str, Any], meaningless: Sequence[str]) -> dict[str, Any]:
+    """The figures, None for those without meaning, each environment's of a mixture too."""
+    return {
+        name: None
+        if name in meaningless
+        else {environment: _without(own, meaningless) for environment, own in value.items()}
+        if name == "environments"
+        else value
+        for name, value in figures.items()
+    }

@@ -14,16 +14,20 @@ import msgspec
 from tiderl.api.result import Fanout, Result, journal_counts, make_result
 from tiderl.config.machine import prepare
 from tiderl.config.render import render_dry_run
-from tiderl.config.resolve import Resolved
+from tiderl.config.resolve import Resolved, wait_profile
+from tiderl.config.schema import EnvConfig
 from tiderl.cost.catalog import cost_model
 from tiderl.data.settings import ModelSettings, WarmupSettings
+from tiderl.envs.mixed import MixedEnvironments
 from tiderl.envs.registry import check_form, profile
 from tiderl.observe.metrics import RunMetrics
-from tiderl.runtime.ports import Ports, Recorder
+from tiderl.runtime.ports import Environments, Ports, Recorder
 from tiderl.runtime.run import Run
+from tiderl.schedule.mix import weighted_order
 from tiderl.sim.cluster import SimCluster
 from tiderl.sim.environments import SimEnvironments
 from tiderl.sim.loop import run_virtual
+from tiderl.sim.mixture import WorkloadMixture
 from tiderl.sim.workload import Workload
 from tiderl.store.blobs import MemoryBlobs
 from tiderl.store.checkpoints import MemoryCheckpoints
@@ -54,7 +58,8 @@ def simulate(config: str | Path, overrides: Sequence[str] = (), *, save: str | N
     """
     started = time.monotonic()
     resolved = prepare(config, overrides, command="sim")
-    check_form(resolved.config.env.name)
+    for env in resolved.config.environments.values():
+        check_form(env.name)
     directory = None
     if save is not None:
         directory = choose(save, "sim")
@@ -113,15 +118,21 @@ def build_ports(resolved: Resolved, persisted: Persisted, recorder: Recorder) ->
     model: ModelSettings = resolved.model_settings(
         vocab_size=SIM_VOCABULARY, pad_id=renderer.pad_id, stop_ids=renderer.stop_ids
     )
-    seed = config.sim.workload_seed
-    workload = Workload(
-        config.seed if seed == "auto" else seed,
-        profile(config.env.name),
-        max_turns=config.rollout.max_turns,
-        max_context_tokens=config.rollout.max_context_tokens,
-        max_new_tokens_per_turn=config.rollout.max_new_tokens_per_turn,
-        wait=resolved.wait_profile(),
-    )
+    workloads = {name: _workload(resolved, env) for name, env in config.environments.items()}
+    parts: dict[str, Environments] = {
+        name: SimEnvironments(
+            workloads[name], slots=int(env.slots), deadline_s=env.deadline_s, eval_prompts=config.eval.prompts
+        )
+        for name, env in config.environments.items()
+    }
+    workload: Workload | WorkloadMixture
+    environments: Environments
+    if config.is_mixture:
+        order = weighted_order(list(resolved.settings.environment_weights.values()))
+        workload = WorkloadMixture(list(workloads.values()), order)
+        environments = MixedEnvironments(parts, slots=resolved.slots)
+    else:
+        (workload,), (environments,) = workloads.values(), parts.values()
     return Ports(
         cluster=SimCluster(
             resolved.layout.engine_ranks,
@@ -132,12 +143,23 @@ def build_ports(resolved: Resolved, persisted: Persisted, recorder: Recorder) ->
             with_reference=resolved.settings.uses_reference,
             saved=persisted.saved,
         ),
-        environments=SimEnvironments(
-            workload, slots=resolved.slots, deadline_s=config.env.deadline_s, eval_prompts=config.eval.prompts
-        ),
+        environments=environments,
         renderer=renderer,
         ledger=persisted.ledger,
         blobs=persisted.blobs,
         checkpoints=persisted.checkpoints,
         recorder=recorder,
+    )
+
+
+def _workload(resolved: Resolved, env: EnvConfig) -> Workload:
+    config = resolved.config
+    seed = config.sim.workload_seed
+    return Workload(
+        config.seed if seed == "auto" else seed,
+        profile(env.name),
+        max_turns=config.rollout.max_turns,
+        max_context_tokens=config.rollout.max_context_tokens,
+        max_new_tokens_per_turn=config.rollout.max_new_tokens_per_turn,
+        wait=wait_profile(env),
     )

@@ -111,7 +111,8 @@ def _dry_run(config: Path, overrides: Sequence[str], command: Literal["train", "
     from tiderl.envs.registry import check_form
 
     resolved = prepare(config, overrides, command=command)
-    check_form(resolved.config.env.name)
+    for env in resolved.config.environments.values():
+        check_form(env.name)
     if as_json:
         no_effect = [str(item) for item in resolved.no_effect]
         print_json({"config": dump(resolved.config), "origins": dict(resolved.origins), "no_effect": no_effect})

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tiderl.config.load import Loaded, dump, leaves
-from tiderl.config.schema import Config
+from tiderl.config.schema import Config, EnvConfig
 from tiderl.schedule.strategy import Strategy
 
 SIM_ONLY = "sim."
@@ -43,9 +43,11 @@ def check_combinations(loaded: Loaded, strategy: Strategy) -> None:
     _check_batch(loaded)
     _check_schedule(loaded, strategy)
     _check_ranks(loaded, strategy)
-    wait = loaded.config.env.wait
-    if wait is not None and (wait.tail_s[1] < wait.tail_s[0] or (wait.tail_fraction > 0 and wait.tail_s[1] <= 0)):
-        raise loaded.refuse("env.wait.tail_s", f"must be [shortest, longest] seconds, given {list(wait.tail_s)}")
+    for place, env in enumerate(loaded.config.environments.values()):
+        wait = env.wait
+        if wait is not None and (wait.tail_s[1] < wait.tail_s[0] or (wait.tail_fraction > 0 and wait.tail_s[1] <= 0)):
+            key = f"env.{place}.wait.tail_s" if loaded.config.is_mixture else "env.wait.tail_s"
+            raise loaded.refuse(key, f"must be [shortest, longest] seconds, given {list(wait.tail_s)}")
 
 
 def check_first_observation(loaded: Loaded, tokens: int) -> None:
@@ -99,14 +101,20 @@ def _ignored(loaded: Loaded, strategy: Strategy) -> Iterator[tuple[str, str]]:
     if config.warmup.demos == 0 or config.warmup.updates == 0:
         zero = "demos" if config.warmup.demos == 0 else "updates"
         yield from ((f"warmup.{key}", f"warmup.{zero} is 0") for key in ("demos", "updates", "lr") if key != zero)
-    if config.env.isolation != "pool":
-        yield "env.workers", f"it counts for isolation pool, not {config.env.isolation}"
-    elif config.cluster.kind == "inline":
-        yield "env.workers", "with cluster.kind inline everything is in one process"
-    if config.env.wait is not None and config.env.wait.tail_fraction == 0 and config.env.wait.tail_s != (0.0, 0.0):
-        yield "env.wait.tail_s", "env.wait.tail_fraction is 0"
+    if isinstance(config.env, EnvConfig):
+        yield from _ignored_of_environment(config.env, config.cluster.kind)
     if config.eval.every_updates == 0:
         yield from ((f"eval.{key}", "eval.every_updates is 0") for key in ("prompts", "temperature"))
+
+
+def _ignored_of_environment(env: EnvConfig, cluster: str) -> Iterator[tuple[str, str]]:
+    yield "env.weight", "there is one environment, so nothing is mixed"
+    if env.isolation != "pool":
+        yield "env.workers", f"it counts for isolation pool, not {env.isolation}"
+    elif cluster == "inline":
+        yield "env.workers", "with cluster.kind inline everything is in one process"
+    if env.wait is not None and env.wait.tail_fraction == 0 and env.wait.tail_s != (0.0, 0.0):
+        yield "env.wait.tail_s", "env.wait.tail_fraction is 0"
 
 
 def _check_model(loaded: Loaded) -> None:

@@ -7,6 +7,7 @@ file, line, dotted key, what was given and what is expected. Knows single keys o
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tiderl.config import document
-from tiderl.config.schema import RESERVED, SECTIONS, Config, Section, WaitConfig, known_keys
+from tiderl.config.schema import MIX, ONE, RESERVED, SECTIONS, Config, Section, WaitConfig, known_keys
 from tiderl.data.errors import ConfigurationError
 
 HINTS: Mapping[str, str] = {
@@ -80,8 +81,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 def dump(config: Config) -> dict[str, Any]:
     """The configuration as plain YAML values, in the file's order; `load_config` of it gives `config` again."""
     values = config.model_dump()
-    wait = values["env"]["wait"]
-    values["env"]["wait"] = "none" if wait is None else {**wait, "tail_s": list(wait["tail_s"])}
+    for env in values["env"] if isinstance(values["env"], list) else [values["env"]]:
+        wait = env["wait"]
+        env["wait"] = "none" if wait is None else {**wait, "tail_s": list(wait["tail_s"])}
     return values
 
 
@@ -128,6 +130,10 @@ def _apply(values: dict[str, Any], overrides: Sequence[str], places: dict[str, s
         inner = values
         for depth, name in enumerate(names[:-1], start=1):
             below = inner.get(name)
+            if isinstance(below, list):
+                raise ConfigurationError(
+                    f"{'.'.join(names[:depth])} is a list", where=where, hint=f"give the whole list: -o '{name}=[…]'"
+                )
             if not isinstance(below, dict):
                 places[".".join(names[:depth])] = where
             inner[name] = dict(below) if isinstance(below, dict) else {}
@@ -146,9 +152,6 @@ def _within(key: str, parents: set[str]) -> bool:
 
 
 def _refuse_reserved(values: Mapping[str, Any], places: Mapping[str, str], path: Path) -> None:
-    if isinstance(values.get("env"), list):
-        what = "env as a weighted list of environments is not yet supported; give one environment"
-        raise ConfigurationError(what, where=places.get("env", str(path)))
     for key, reason in RESERVED.items():
         section, _, name = key.rpartition(".")
         inner = values.get(section) if section else values
@@ -160,7 +163,8 @@ def _explain(error: ValidationError, values: object, places: Mapping[str, str], 
     """The first mistake in the file's order, unknown keys first: a misspelt key also makes a required one missing."""
     details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
     detail = details[0]
-    key = ".".join(str(part) for part in detail["loc"])
+    # A choice of alternatives puts its tag behind the key.
+    key = ".".join(str(part) for part in detail["loc"] if part not in (ONE, MIX))
     where = next((places[at] for at in _outward(key) if at in places), str(path))
     if detail["type"] == "extra_forbidden":
         return ConfigurationError(f"unknown key {key}", where=where, hint=_did_you_mean(key))
@@ -177,6 +181,7 @@ def _outward(key: str) -> Iterator[str]:
 
 
 def _did_you_mean(key: str) -> str:
+    key = re.sub(r"^env\.\d+", "env", key)  # of a mixture
     section, _, name = key.rpartition(".")
     models: dict[str, type[Section]] = {"": Config, "env.wait": WaitConfig, **SECTIONS}
     siblings = list(models.get(section, Config).model_fields)

@@ -41,14 +41,13 @@ def model_folder(loaded: Loaded, *, whole: bool) -> Path | None:
 
 def _from_hub(loaded: Loaded, name: str, whole: bool) -> Path:
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import (
             GatedRepoError,
             HFValidationError,
             LocalEntryNotFoundError,
             RepositoryNotFoundError,
         )
-        from huggingface_hub.utils import is_offline_mode
     except ModuleNotFoundError as missing:
         raise MissingExtraError("huggingface_hub", "train", where=f"{KEY} {name}") from missing
     try:
@@ -60,7 +59,7 @@ def _from_hub(loaded: Loaded, name: str, whole: bool) -> Path:
         what = f"{name} is neither a folder here nor a model of the hub"
         raise loaded.refuse(KEY, what, "check the name; a private model needs HF_TOKEN or `hf auth login`") from error
     except LocalEntryNotFoundError as error:
-        if is_offline_mode():
+        if constants.HF_HUB_OFFLINE:
             what, hint = "and HF_HUB_OFFLINE is set", "unset it, or fetch the model before: hf download"
         else:
             what, hint = "and the hub cannot be reached", "check the network, or fetch the model before: hf download"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from tiderl.config.check import NoEffect, check_combinations, without_effect
 from tiderl.config.load import Loaded
 from tiderl.config.memory import ModelShape, kv_tokens_in_memory, model_shape
-from tiderl.config.schema import Config
+from tiderl.config.schema import Config, EnvConfig
 from tiderl.data.errors import ConfigurationError
 from tiderl.data.settings import (
     EngineSettings,
@@ -87,10 +87,6 @@ class Resolved:
     def slots(self) -> int:
         return self.settings.slots
 
-    def wait_profile(self) -> WaitProfile | None:
-        wait = self.config.env.wait
-        return None if wait is None else WaitProfile(wait.median_s, wait.sigma, wait.tail_fraction, wait.tail_s)
-
     def model_settings(
         self, *, vocab_size: int, pad_id: int, stop_ids: tuple[int, ...], words: tuple[str, ...] = ()
     ) -> ModelSettings:
@@ -154,14 +150,17 @@ def resolve(
     shape = model_shape(config, model_folder, refuse=loaded.refuse)
     layout = _layout(loaded, strategy, command)
     bound = config.schedule.max_staleness if strategy.max_staleness is None else strategy.max_staleness
-    slots = config.env.slots
-    if slots == "auto":
-        slots = (bound + 1) * config.train.global_batch_groups * config.algorithm.group_size
+    wanted = (bound + 1) * config.train.global_batch_groups * config.algorithm.group_size
+    environments = [
+        env.model_copy(update={"slots": wanted}) if env.slots == "auto" else env for env in config.environments.values()
+    ]
+    slots = sum(int(env.slots) for env in environments)
+    if config.is_mixture:
+        slots = min(slots, wanted)  # each may have all of them, together they need no more
     dtype = config.train.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else "bfloat16"
     values: dict[str, dict[str, Any]] = {
-        "env": {"slots": slots},
         "rollout": {"kv_policy": _auto(config.rollout.kv_policy, strategy.kv_policy)},
         "algorithm": {"loss": _auto(config.algorithm.loss, strategy.loss)},
         "train": {"dtype": dtype},
@@ -171,13 +170,14 @@ def resolve(
     if config.rollout.kv_budget_tokens == "auto":
         values["rollout"]["kv_budget_tokens"] = _kv_budget(loaded, shape, layout, slots, dtype, memory_bytes)
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in values.items()}
-    resolved = config.model_copy(update=sections)
+    env = environments if config.is_mixture else environments[0]
+    resolved = config.model_copy(update={**sections, "env": env})
     return Resolved(
         loaded=loaded,
         config=resolved,
         strategy=strategy,
         origins={**loaded.origins, **dict.fromkeys(_strategys_keys(config, strategy), "strategy")},
-        settings=_run_settings(resolved),
+        settings=_run_settings(resolved, slots),
         layout=layout,
         shape=shape,
         device=device,
@@ -246,7 +246,7 @@ def _kv_budget(
     return min(wanted, room)
 
 
-def _run_settings(config: Config) -> RunSettings:
+def _run_settings(config: Config, slots: int) -> RunSettings:
     checkpoint = config.checkpoint.every_updates
     return RunSettings(
         seed=config.seed,
@@ -262,11 +262,20 @@ def _run_settings(config: Config) -> RunSettings:
         max_context_tokens=config.rollout.max_context_tokens,
         max_new_tokens_per_turn=config.rollout.max_new_tokens_per_turn,
         temperature=config.rollout.temperature,
-        slots=int(config.env.slots),
+        slots=slots,
         uses_reference=config.algorithm.kl_coef > 0,
         warmup=WarmupSettings(config.warmup.demos, config.warmup.updates, config.warmup.lr),
         evaluation=EvalSettings(config.eval.every_updates, config.eval.prompts, config.eval.temperature),
         logprob_gap_alarm=LOGPROB_GAP_ALARM[config.train.dtype],
         checkpoint_every_updates=0 if checkpoint == "auto" else checkpoint,
         checkpoint_keep=config.checkpoint.keep,
+        environment_weights=(
+            {name: env.weight for name, env in config.environments.items()} if config.is_mixture else {}
+        ),
     )
+
+
+def wait_profile(env: EnvConfig) -> WaitProfile | None:
+    """The waits of one environment."""
+    wait = env.wait
+    return None if wait is None else WaitProfile(wait.median_s, wait.sigma, wait.tail_fraction, wait.tail_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag
 from pydantic_core import PydanticCustomError
 
 Auto = Literal["auto"]
@@ -127,6 +127,16 @@ class EnvConfig(Section):
     """For each reset, step and score."""
     wait: Annotated[WaitConfig | None, BeforeValidator(_wait)] = None
     """`none` in the file."""
+    weight: PositiveFloat = 1.0
+    """Of a mixture's prompts, against the other weights."""
+
+
+ONE, MIX = "one", "mix"
+OneOrMix = Annotated[
+    Annotated[EnvConfig, Tag(ONE)] | Annotated[list[EnvConfig], Field(min_length=1), Tag(MIX)],
+    Discriminator(lambda value: MIX if isinstance(value, list) else ONE),
+]
+"""One environment, or a list of them that is mixed by weight."""
 
 
 class RolloutConfig(Section):
@@ -235,7 +245,8 @@ class Config(Section):
     seed: Count = 0
     model: ModelConfig = ModelConfig()
     warmup: WarmupConfig = WarmupConfig()
-    env: EnvConfig = EnvConfig()
+    env: OneOrMix = EnvConfig()
+    """One environment, or a list of them, each with its `weight`."""
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig = TrainConfig()
@@ -246,11 +257,26 @@ class Config(Section):
     log: LogConfig = LogConfig()
     sim: SimConfig = SimConfig()
 
+    @property
+    def is_mixture(self) -> bool:
+        return isinstance(self.env, list)
+
+    @property
+    def environments(self) -> dict[str, EnvConfig]:
+        """By name, a file's without its folder; in a mixture those that occur more than once are numbered: `babyai#1`,
+        `babyai#2`."""
+        if not isinstance(self.env, list):
+            return {self.env.name: self.env}
+        names = [env.name.rpartition("/")[2] for env in self.env]
+        numbered = [
+            f"{name}#{names[: place + 1].count(name)}" if names.count(name) > 1 else name
+            for place, name in enumerate(names)
+        ]
+        return dict(zip(numbered, self.env, strict=True))
+
 
 SECTIONS: dict[str, type[Section]] = {
-    name: field.annotation
-    for name, field in Config.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    name: type(field.default) for name, field in Config.model_fields.items() if isinstance(field.default, Section)
 }
 
 _SAMPLED = "the trainer's log-probs must be those of the distribution that was sampled; remove the key"

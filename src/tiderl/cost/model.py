@@ -125,7 +125,8 @@ class CostModel:
         return self.forward_token_s + self.backward_token_s
 
     def divided_among(self, ranks: int) -> CostModel:
-        """The same with the trainer's token work spread evenly over `ranks`; the exchange of gradients is not modelled."""
+        """The same with the trainer's token work spread evenly over `ranks`; the exchange of gradients is not
+        modelled."""
         return replace(
             self,
             reference_token_s=self.reference_token_s / ranks,

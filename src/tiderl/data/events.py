@@ -35,6 +35,7 @@ class PromptIssued(Event, frozen=True, kw_only=True, tag="prompt_issued"):
     task_id: str
     start_version: int
     replica: int
+    environment: str = ""  # of a mixture
 
 
 class TaskAdmitted(Event, frozen=True, kw_only=True, tag="task_admitted"):
@@ -242,6 +243,15 @@ class Decision(Event, frozen=True, kw_only=True, tag="decision"):
     outcome: str
 
 
+class EvalShare(msgspec.Struct, frozen=True):
+    """One environment's part of an evaluation; the fields mean what they mean there."""
+
+    prompts: int
+    successes: int
+    failed: int
+    reward_mean: float
+
+
 class EvalFinished(Event, frozen=True, kw_only=True, tag="eval_finished"):
     version: int
     prompts: int
@@ -250,6 +260,7 @@ class EvalFinished(Event, frozen=True, kw_only=True, tag="eval_finished"):
     reward_mean: float
     turns_mean: float
     seconds: float
+    by_environment: dict[str, EvalShare] = {}  # of a mixture
 
 
 class RunEnded(Event, frozen=True, kw_only=True, tag="run_ended"):

@@ -19,11 +19,13 @@ class Prompt(msgspec.Struct, frozen=True):
     """One item of a task set: what an environment is reset with.
 
     `id` is the task set's own name for it (unique within a split), `seed` and `payload` belong to the environment.
+    `environment` names the one of a mixture that it is from; empty otherwise, and never set by an environment.
     """
 
     id: str
     seed: int = 0
     payload: Mapping[str, Any] = {}
+    environment: str = ""
 
 
 class ImageHandle(msgspec.Struct, frozen=True, tag="image"):

@@ -97,6 +97,7 @@ class RunSettings(msgspec.Struct, frozen=True):
     """Mean absolute engine-trainer log-prob gap at equal version above which a fault is recorded."""
     checkpoint_every_updates: int = 0  # 0 = as cheap as it is
     checkpoint_keep: int = 2
+    environment_weights: dict[str, float] = {}  # of a mixture: name to weight; empty for one environment
 
 
 class WaitProfile(msgspec.Struct, frozen=True):

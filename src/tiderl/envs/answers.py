@@ -90,7 +90,7 @@ def as_prompts(answer: Any, where: str) -> list[Prompt]:
     for prompt in answer:
         if not isinstance(prompt, Prompt) or not isinstance(prompt.id, str):
             raise EnvironmentNonsense(f"the task set holds {_shown(prompt)}, not a Prompt(id: str, …)", where=where)
-        prompts.append(msgspec.structs.replace(prompt, seed=int(prompt.seed), payload=_plain(prompt.payload, where)))
+        prompts.append(Prompt(prompt.id, int(prompt.seed), _plain(prompt.payload, where)))
     if not prompts:
         raise EnvironmentNonsense("the task set is empty", where=where)
     if len({prompt.id for prompt in prompts}) < len(prompts):

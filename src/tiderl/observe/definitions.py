@@ -61,4 +61,8 @@ DEFINITIONS: Mapping[str, str] = {
     "clock_s": "the run's clock at its last event, in seconds",
     "setup_s": "seconds from the start of the run's clock to the first issued task, warm start included",
     "evals": "one row an evaluation: version, prompts, successes, failed, success, reward_mean, turns_mean, seconds",
+    "environments": (
+        "of a mixture, by environment: trained, dropped, reward_first, reward_last (updates that held a group of it), "
+        "eval_success_first, eval_success_last; empty for one environment"
+    ),
 }

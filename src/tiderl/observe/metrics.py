@@ -28,6 +28,7 @@ from tiderl.data.events import (
     VersionPublished,
 )
 from tiderl.observe.books import IssueBook, WaitBook
+from tiderl.observe.environments import EnvironmentBook, eval_shares
 
 LOGPROB_GAP_ALARM = "LogprobGapAlarm"
 """The fault that the runtime records for an update whose engine-trainer gap exceeds its limit."""
@@ -62,10 +63,12 @@ class RunMetrics:
         self.gap_tokens = 0.0
         self.issue = IssueBook()
         self.waits = WaitBook()
+        self.environments = EnvironmentBook()
         self._waited_s: dict[int, float] = {}
 
     def observe(self, event: Event) -> None:
         self.clock_s = max(self.clock_s, event.t_s)
+        self.environments.observe(event)
         match event:
             case TurnFinished():
                 if event.split == "train":
@@ -176,6 +179,7 @@ class RunMetrics:
             "clock_s": self.clock_s,
             "setup_s": self.first_issue_s,
             "evals": [eval_row(event) for event in self.evals],
+            "environments": self.environments.summary(),
         }
 
     def update_row(self, event: UpdateCommitted) -> dict[str, Any]:
@@ -200,6 +204,7 @@ class RunMetrics:
             "in_flight": self.issue.in_flight,
             "dropped": sum(self.issue.dropped.values()),
             "trainer": {name: value if math.isfinite(value) else None for name, value in sorted(event.metrics.items())},
+            **_of_a_mixture(self.environments.update_row()),
         }
 
 
@@ -216,7 +221,13 @@ def eval_row(event: EvalFinished) -> dict[str, Any]:
         "success": _success(event),
         "reward_mean": event.reward_mean,
         "turns_mean": event.turns_mean,
+        **_of_a_mixture(eval_shares(event)),
     }
+
+
+def _of_a_mixture(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """No key at all for a run of one environment."""
+    return {"environments": rows} if rows else {}
 
 
 def _success(event: EvalFinished) -> float | None:

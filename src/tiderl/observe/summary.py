@@ -26,6 +26,7 @@ def summary_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("updates", f"{result['updates']} ({result['strategy']}, seed {result['seed']})"),
         ("held-out success", _from_to(result, "eval_success", fraction)),
         ("reward", _from_to(result, "reward", number)),
+        *((name, _environment(figures)) for name, figures in (result.get("environments") or {}).items()),
         ("goodput", _goodput(result)),
         ("staleness", _staleness(result)),
         ("waits", _waits(result)),
@@ -78,6 +79,21 @@ def _headline(result: Mapping[str, Any]) -> str:
 def _from_to(result: Mapping[str, Any], name: str, shown: Any) -> str:
     first, last = result.get(f"{name}_first"), result.get(f"{name}_last")
     return "" if last is None else f"{shown(first)} at first, {shown(last)} at last"
+
+
+def _environment(figures: Mapping[str, Any]) -> str:
+    """One environment of a mixture."""
+    parts = [
+        _labelled("success ", _from_to(figures, "eval_success", fraction)),
+        _labelled("reward ", _from_to(figures, "reward", number)),
+        f"{figures['trained']:,} trained",
+        _labelled("dropped: ", _by_name(figures["dropped"])),
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def _labelled(label: str, text: str) -> str:
+    return label + text if text else ""
 
 
 def _goodput(result: Mapping[str, Any]) -> str:

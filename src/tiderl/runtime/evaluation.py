@@ -7,11 +7,11 @@ journal's tables and never trained (I1).
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tiderl.data.events import EvalFinished, Event
+from tiderl.data.events import EvalFinished, EvalShare, Event
 from tiderl.data.records import Prompt, TaskKey, Trajectory
 from tiderl.runtime.wakeup import Wakeup
 
@@ -23,7 +23,12 @@ class EvalJob:
     started_s: float
     running: dict[int, int] = field(default_factory=dict)  # replica -> tasks
     finished: list[Trajectory] = field(default_factory=list)
-    failed: int = 0
+    failures: list[TaskKey] = field(default_factory=list)
+
+    @property
+    def failed(self) -> int:
+        """Episodes that ended in a fault for good."""
+        return len(self.failures)
 
     @property
     def done(self) -> bool:
@@ -81,7 +86,7 @@ class Evaluator:
         if again:
             job.waiting.append(TaskKey("eval", key.prompt_id, key.member, key.attempt + 1))
         else:
-            job.failed += 1
+            job.failures.append(key)
         self._leave(job, replica)
 
     def _leave(self, job: EvalJob, replica: int) -> None:
@@ -101,6 +106,24 @@ class Evaluator:
                     reward_mean=sum(t.reward for t in job.finished) / count if count else 0.0,
                     turns_mean=sum(len(t.turns) for t in job.finished) / count if count else 0.0,
                     seconds=now - job.started_s,
+                    by_environment=self._shares(job),
                 )
             )
         self.wakeup.notify()
+
+    def _shares(self, job: EvalJob) -> dict[str, EvalShare]:
+        """Of a mixture: each environment's part."""
+        done: dict[str, list[Trajectory]] = {}
+        for trajectory in job.finished:
+            done.setdefault(self.prompts[trajectory.key.prompt_id].environment, []).append(trajectory)
+        failed = Counter(self.prompts[key.prompt_id].environment for key in job.failures)
+        return {
+            name: EvalShare(
+                prompts=len(own := done.get(name, [])),
+                successes=sum(t.success for t in own),
+                failed=failed[name],
+                reward_mean=sum(t.reward for t in own) / len(own) if own else 0.0,
+            )
+            for name in dict.fromkeys(prompt.environment for prompt in self.prompts)
+            if name
+        }

@@ -132,6 +132,7 @@ class Rollout:
                 task_id=group.prompt.id,
                 start_version=version,
                 replica=replica,
+                environment=group.prompt.environment,
             )
         )
         self.waiting.extend((group, member) for member in group.members)

@@ -7,20 +7,20 @@ clock, engine or machine it runs on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from tiderl.data.errors import CheckpointError, DeadlockError
 from tiderl.data.events import Event, Fault, RankBack, RankLostEvent, RunEnded, RunStarted
 from tiderl.data.records import Prompt
-from tiderl.data.rng import stream
 from tiderl.data.settings import RunSettings
 from tiderl.runtime.buffer import Buffer, Group
 from tiderl.runtime.checkpoints import Checkpointer
 from tiderl.runtime.evaluation import EvalJob, Evaluator
 from tiderl.runtime.journal import Journal
 from tiderl.runtime.ports import Ports
+from tiderl.runtime.prompts import demonstration_prompts, held_out_prompts, prompt_stream
 from tiderl.runtime.recovery import Recovered, load_group, recover
 from tiderl.runtime.restore import TrainerRestorer
 from tiderl.runtime.rollout import Rollout
@@ -39,15 +39,6 @@ class Outcome:
 
     outcome: str
     updates: int
-
-
-def prompt_stream(prompts: Sequence[Prompt], seed: int) -> Iterator[Prompt]:
-    """The task set without end: every pass in a new order drawn by the run's seed."""
-    number = 0
-    while True:
-        for index in stream(seed, "prompts", number).permutation(len(prompts)):
-            yield prompts[index]
-        number += 1
 
 
 class Run:
@@ -118,7 +109,9 @@ class Run:
     async def _phases(self) -> int:
         environments = self.ports.environments
         train_prompts = await environments.prompts("train")
-        eval_prompts = (await environments.prompts("eval"))[: self.settings.evaluation.prompts]
+        eval_prompts = held_out_prompts(
+            await environments.prompts("eval"), self.settings.evaluation.prompts, self.settings.environment_weights
+        )
         loops = self._build(train_prompts, eval_prompts if self.settings.evaluation.every_updates else ())
         recovered = recover(await self.ports.ledger.replay(), self.ports.checkpoints.whole)
         async with asyncio.TaskGroup() as tasks:
@@ -129,9 +122,8 @@ class Run:
                 reported = recovered.updates_done if self.reported_updates is None else self.reported_updates
                 loops.training.reported_updates = reported
                 await loops.resume(recovered, train_prompts)
-            loops.rollout.prompts = islice(
-                prompt_stream(train_prompts, self.settings.seed), loops.buffer.next_prompt_id, None
-            )
+            order = prompt_stream(train_prompts, self.settings.seed, self.settings.environment_weights)
+            loops.rollout.prompts = islice(order, loops.buffer.next_prompt_id, None)
             self._training = loops.training
             background = [
                 watch,
@@ -154,7 +146,11 @@ class Run:
     async def _start(self, loops: Loops, train_prompts: Sequence[Prompt]) -> None:
         """A new run: its warm start, and what that made as checkpoint 0."""
         await self.ports.checkpoints.keep_only(())
-        await warm_start(self.ports, train_prompts, self.settings.warmup, self._limits())
+        settings = self.settings
+        demonstrated = demonstration_prompts(
+            train_prompts, settings.warmup.demos, settings.seed, settings.environment_weights
+        )
+        await warm_start(self.ports, demonstrated, settings.warmup, self._limits())
         if self.settings.updates:
             await loops.checkpointer.write(0)
 

@@ -13,7 +13,6 @@ import numpy as np
 from tiderl.data.errors import ConfigurationError
 from tiderl.data.records import Prompt, TaskKey, Trajectory
 from tiderl.data.records import Sequence as TrainSequence
-from tiderl.data.rng import stream
 from tiderl.data.settings import WarmupSettings
 from tiderl.runtime.ports import Ports
 from tiderl.runtime.task import TaskLimits, play_expert
@@ -22,18 +21,17 @@ from tiderl.runtime.task import TaskLimits, play_expert
 async def warm_start(
     ports: Ports, prompts: Sequence[Prompt], settings: WarmupSettings, limits: TaskLimits
 ) -> dict[str, float]:
-    """Collects `settings.demos` successful demonstrations and trains on them; the trainer's metrics come back."""
+    """Has the expert demonstrate these prompts and trains on what succeeded; the trainer's metrics come back."""
     if settings.demos == 0 or settings.updates == 0:
         return await ports.cluster.update.warm_up([], 0, settings.lr)
     if not ports.environments.has_expert:
         raise ConfigurationError(
             "the environment has no expert to learn from", where="warmup.demos", hint="set warmup.demos: 0"
         )
-    order = stream(limits.seed, "warmup").permutation(len(prompts))[: settings.demos]
     async with asyncio.TaskGroup() as tasks:
         running = [
-            tasks.create_task(_demonstrate(ports, TaskKey("warmup", number, 0), prompts[index], limits))
-            for number, index in enumerate(order)
+            tasks.create_task(_demonstrate(ports, TaskKey("warmup", number, 0), prompt, limits))
+            for number, prompt in enumerate(prompts)
         ]
     demos = [_as_sequence(task.result()) for task in running if task.result().success]
     if not demos:

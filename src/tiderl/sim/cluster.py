@@ -15,6 +15,7 @@ from tiderl.data.records import TaskKey
 from tiderl.data.settings import EngineSettings
 from tiderl.runtime.ports import RankChange
 from tiderl.sim.engine import SimEngine
+from tiderl.sim.mixture import WorkloadMixture
 from tiderl.sim.ranks import SimRank
 from tiderl.sim.trainer import SimActor, SimReference, SimUpdate
 from tiderl.sim.workload import Workload
@@ -34,7 +35,7 @@ class SimCluster:
         engine_ranks: Mapping[int, tuple[int, ...]],
         actor_ranks: Sequence[int],
         cost: CostModel,
-        workload: Workload,
+        workload: Workload | WorkloadMixture,
         engine: EngineSettings,
         *,
         with_reference: bool = True,

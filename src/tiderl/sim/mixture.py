@@ -1,0 +1,26 @@
+"""What the policy says in a mixture of environments: the draws of the one that a task's prompt is from.
+
+Prompts are dealt to environments in a fixed order, so a prompt's running number says whose it is. Knows no weights and
+no environments: the order comes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tiderl.data.records import TaskKey
+from tiderl.sim.workload import Workload
+
+
+class WorkloadMixture:
+    """`order`: without end, which workload the next prompt is of; the same for training and evaluation."""
+
+    def __init__(self, workloads: Sequence[Workload], order: Iterator[int]) -> None:
+        self._workloads, self._order = workloads, order
+        self._dealt: list[int] = []
+
+    def action_tokens(self, key: TaskKey, turn: int) -> int:
+        """As `Workload.action_tokens`."""
+        while len(self._dealt) <= key.prompt_id:
+            self._dealt.append(next(self._order))
+        return self._workloads[self._dealt[key.prompt_id]].action_tokens(key, turn)
