@@ -30,7 +30,7 @@ model: {path: scratch, layers: 2, hidden: 32, heads: 4, kv_heads: 2}
 warmup: {demos: 12, updates: 10, lr: 3.0e-3}
 env: {name: builtin, options: {size: 3, objects: 1, max_turns: 6}}
 rollout: {max_turns: 6, max_context_tokens: 200}
-algorithm: {group_size: 2}
+algorithm: {group_size: 4}
 train: {updates: 1, global_batch_groups: 2, micro_batch_tokens: 512, lr: 1.0e-2}
 cluster: {kind: inline, ranks: 1}
 checkpoint: {every_updates: 1, keep: 2}
@@ -74,7 +74,7 @@ def test_an_exported_checkpoint_gives_the_logprobs_that_the_engine_sampled_with(
 ) -> None:
     assert api.export(run.root, tmp_path / "start", update=0) == 0
     played = trained(run)
-    assert len(played) == 4 and all(t.oldest_version == 0 for t in played)
+    assert len(played) == 8 and all(t.oldest_version == 0 for t in played)
     for trajectory in played:
         np.testing.assert_allclose(
             logprobs(tmp_path / "start", trajectory), trajectory.logprobs[trajectory.loss_mask], atol=1e-5

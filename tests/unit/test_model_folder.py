@@ -182,3 +182,9 @@ def test_gated_missing_and_unreachable_models_are_told_apart(tmp_path: Path, hub
     assert "neither a folder here nor a model of the hub" in ask(tmp_path, "org/missing", hub)
     nobody = ask(tmp_path, "org/open", "http://127.0.0.1:9")
     assert "not in the local cache and the hub cannot be reached" in nobody
+
+
+def test_a_model_family_that_the_engine_does_not_know_is_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", model_type="gpt2")
+    with pytest.raises(ConfigurationError, match=r"model\.path: .*'gpt2'.* not yet supported"):
+        prepare(write_config(tmp_path, folder), command="train")

@@ -57,7 +57,8 @@ class Environment:
         raise NotImplementedError
 
     def step(self, action: Action) -> Step:
-        """Answer what the policy said. In training, what could not be parsed is answered for you and never comes here; in
+        """Answer what the policy said. In training, what could not be parsed is answered for you and never comes
+        here; in
         `tiderl env play` it does, with a reason in `action.malformed`."""
         raise NotImplementedError
 

@@ -11,7 +11,8 @@ import torch
 
 BETAS = (0.9, 0.999)
 """The second moment remembers the whole of a short run. Over 20 steps (0.95) it forgets: after a stretch of groups of
-equal rewards, whose gradient is nearly zero, the next real gradient became a step of several times the learning rate."""
+equal rewards, whose gradient is nearly zero, the next real gradient became a step of several times the learning
+rate."""
 RISE_STEPS = 5
 """The learning rate rises over the first steps: Adam's second moment knows little then, its steps are full-sized."""
 
