@@ -10,7 +10,6 @@ from support.docs import ROOT, fenced
 
 from tiderl.cli.init import TEMPLATES
 from tiderl.cli.main import execute
-from tiderl.config.load import dump
 from tiderl.config.machine import prepare
 
 pytestmark = pytest.mark.live
@@ -78,6 +77,6 @@ def test_init_babyai_writes_the_example_of_the_project(
     monkeypatch.chdir(tmp_path)
     code, out, _ = run(capsys, "init")
     assert code == 0 and "wrote babyai.yaml" in out
-    example = prepare(ROOT / "examples" / "babyai.yaml", command="train")
-    assert dump(prepare("babyai.yaml", command="train").config) == dump(example.config)
-    assert "examples/" not in Path("babyai.yaml").read_text()
+    example = (ROOT / "examples" / "babyai.yaml").read_text()
+    assert Path("babyai.yaml").read_text() == example.replace("examples/", "")
+    prepare("babyai.yaml", command="train")

@@ -81,6 +81,35 @@ def test_only_what_is_still_named_is_kept(kind: str, tmp_path: Path) -> None:
     asyncio.run(check())
 
 
+def test_a_deleted_payloads_file_is_used_again_and_holds_the_new_one_only(tmp_path: Path) -> None:
+    async def check() -> None:
+        blobs = FileBlobs(tmp_path)
+        long = await blobs.put(trajectory(500, 1))
+        await blobs.delete([long, long])
+        short = await blobs.put(trajectory(5, 2))
+        assert [found.name for found in tmp_path.rglob("*") if found.is_file()] == [f"{short}.safetensors"]
+        assert_equal(await blobs.get(short), trajectory(5, 2))
+        again = await blobs.put(trajectory(500, 1))
+        assert again == long
+        await blobs.put(trajectory(5, 3))
+        assert_equal(await blobs.get(long), trajectory(500, 1))
+
+    asyncio.run(check())
+
+
+def test_the_same_payload_after_its_deletion_is_not_overwritten_by_the_next(tmp_path: Path) -> None:
+    async def check() -> None:
+        blobs = FileBlobs(tmp_path)
+        first, second = await blobs.put(trajectory(9, 1)), await blobs.put(trajectory(9, 2))
+        await blobs.delete([first, second])
+        assert await blobs.put(trajectory(9, 1)) == first
+        third = await blobs.put(trajectory(9, 3))
+        assert_equal(await blobs.get(first), trajectory(9, 1))
+        assert_equal(await blobs.get(third), trajectory(9, 3))
+
+    asyncio.run(check())
+
+
 def test_zero_stride_arrays_can_be_stored(tmp_path: Path) -> None:
     async def check() -> None:
         flat = msgspec.structs.replace(trajectory(3), ids=np.broadcast_to(np.int32(4), (3,)))

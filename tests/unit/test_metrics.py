@@ -197,6 +197,13 @@ def test_the_log_prob_gap_is_weighted_by_the_tokens_compared() -> None:
     assert shown["logprob_gap_alarms"] == 1
 
 
+def test_a_long_reward_curve_is_a_few_means_over_equal_shares() -> None:
+    events = [started(), issued(0.0, 0), *(committed(float(n), n, reward_mean=float(n)) for n in range(1, 241))]
+    curve = summary_of(events)["reward_curve"]
+    assert len(curve) == 60
+    assert curve[0] == [4, 2.5] and curve[-1] == [240, 238.5]
+
+
 def test_rewards_and_held_out_success_are_first_and_last() -> None:
     shown = summary_of(
         [
@@ -211,6 +218,7 @@ def test_rewards_and_held_out_success_are_first_and_last() -> None:
     assert (shown["reward_first"], shown["reward_last"]) == (0.25, 0.75)
     assert (shown["eval_success_first"], shown["eval_success_last"]) == (0.5, 171 / 190)
     assert shown["eval_success_curve"] == [[0, 0.5], [2, 0.9]]
+    assert shown["reward_curve"] == [[1, 0.25], [2, 0.75]]
     assert [row["failed"] for row in shown["evals"]] == [0, 10]
 
 

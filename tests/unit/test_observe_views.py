@@ -177,6 +177,12 @@ def test_the_summary_says_what_was_reached_dropped_and_comes_next() -> None:
     assert "note: sim.workload_seed has no effect" in text and "next: tiderl show runs/x-1 --last 3" in text
 
 
+def test_the_summary_draws_curves_of_three_points_and_more() -> None:
+    curves = {"eval_success_curve": [[0, 0.5], [10, None], [20, 0.75], [30, 1.0]], "reward_curve": [[1, 0.1], [2, 0.2]]}
+    text = printed(render_summary(result(**curves)))
+    assert "  ▅▇█" in text and text.count("█") == 1
+
+
 def test_the_summary_warns_when_long_trajectories_were_the_ones_dropped() -> None:
     lengths = {
         "dropped": {"environment_timeout": 3},

@@ -202,9 +202,12 @@ class Driver:
     def _draw_curves(self) -> None:
         """The picture is for people: a run does not fail for it."""
         try:
-            write_curves(self.directory.metrics, self.directory.curves, title=self.directory.root.name)
+            drawn = write_curves(self.directory.metrics, self.directory.curves, title=self.directory.root.name)
         except OSError as error:
             self._say(f"no picture of the curves: {error.strerror}")
+        else:
+            if drawn:
+                self._say(f"reward and held-out success are drawn in {self.directory.curves}")
 
     def _say(self, text: str) -> None:
         if self.observer is not None:

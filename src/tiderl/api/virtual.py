@@ -42,6 +42,7 @@ LEARNING = (
     "eval_success_curve",
     "reward_first",
     "reward_last",
+    "reward_curve",
     "logprob_gap_mean",
     "evals",
 )

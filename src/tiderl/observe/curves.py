@@ -27,9 +27,13 @@ def sparkline(values: Sequence[float], *, low: float, high: float, width: int = 
 
 def binned(values: Sequence[float], bins: int) -> list[float]:
     """At most `bins` means of neighbours, in order, each over an equal share of the values (to within one)."""
-    count = min(bins, len(values))
-    edges = [round(number * len(values) / count) for number in range(count + 1)] if count else [0]
-    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    return [_mean(values[start:end]) for start, end in shares(len(values), bins)]
+
+
+def shares(count: int, bins: int) -> list[tuple[int, int]]:
+    """`count` things cut into at most `bins` equal shares: the first of each, and the one after its last."""
+    bins = min(bins, count)
+    return list(pairwise(round(number * count / bins) for number in range(bins + 1))) if bins else []
 
 
 def read_rows(metrics: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -49,11 +53,13 @@ def read_rows(metrics: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     return [updates[number] for number in sorted(updates)], [evals[number] for number in sorted(evals)]
 
 
-def write_curves(metrics: Path, page: Path, *, title: str) -> None:
-    """Draws `page` from `metrics`; nothing where no update was made. Raises `OSError` where the disk refuses."""
+def write_curves(metrics: Path, page: Path, *, title: str) -> bool:
+    """Draws `page` from `metrics`; False, and nothing, where no update was made. Raises `OSError` where the disk
+    refuses."""
     updates, evals = read_rows(metrics)
     if updates:
         page.write_text(_figure(updates, evals, title).to_html(include_plotlyjs=True), encoding="utf-8")
+    return bool(updates)
 
 
 def _figure(updates: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]], title: str) -> Any:

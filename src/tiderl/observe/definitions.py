@@ -51,6 +51,9 @@ DEFINITIONS: Mapping[str, str] = {
     ),
     "reward_first": "mean trajectory reward of the first committed update",
     "reward_last": "mean trajectory reward of the last committed update",
+    "reward_curve": (
+        "[update, mean over the updates since the point before of their mean trajectory reward], at most 60 points"
+    ),
     "kv_hit_fraction": "context tokens of training turns that were not computed again, over all their context tokens",
     "logprob_gap_mean": "mean |engine - trainer| log-prob at equal weight version, weighted by the tokens compared",
     "logprob_gap_alarms": "updates whose own mean gap is over the limit",

@@ -33,6 +33,7 @@ BASE = ("jinja2", "msgspec", "numpy", "plotly", "psutil", "pydantic", "pyyaml", 
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "train": (("torch", "transformers", "tokenizers"), "the embedded engine and the trainer"),
     "babyai": (("minigrid",), "the BabyAI environment"),
+    "track": (("tensorboard",), "curves in TensorBoard"),
 }
 
 TORCH_PROBE = """

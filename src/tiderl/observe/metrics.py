@@ -28,8 +28,11 @@ from tiderl.data.events import (
     VersionPublished,
 )
 from tiderl.observe.books import IssueBook, WaitBook
+from tiderl.observe.curves import shares
 from tiderl.observe.environments import EnvironmentBook, eval_shares
 
+REWARD_CURVE_POINTS = 60
+"""As many as a line of a terminal shows; all updates are in `metrics.jsonl`."""
 LOGPROB_GAP_ALARM = "LogprobGapAlarm"
 """The fault that the runtime records for an update whose engine-trainer gap exceeds its limit."""
 
@@ -45,6 +48,7 @@ class RunMetrics:
         self.last_commit: UpdateCommitted | None = None
         self.first_commit: UpdateCommitted | None = None
         self.evals: list[EvalFinished] = []
+        self.rewards: dict[int, float] = {}
         self.faults: Counter[str] = Counter()
         self.ranks_lost = 0
         self.versions_published = 0
@@ -110,6 +114,7 @@ class RunMetrics:
         self.issue.observe(event)
         self.first_commit = self.first_commit or event
         self.last_commit = event
+        self.rewards[event.update] = event.reward_mean
         self.groups += event.groups
         self.loss_tokens += event.loss_tokens
         self.trained_tokens += event.tokens
@@ -169,6 +174,7 @@ class RunMetrics:
             "rwt_s": _ratio(self.rwt_rank_s, len(self.waits.rollout_ranks)) if self.last_commit else None,
             "reward_first": self.first_commit.reward_mean if self.first_commit else None,
             "reward_last": self.last_commit.reward_mean if self.last_commit else None,
+            "reward_curve": self._reward_curve(),
             "kv_hit_fraction": _ratio(self.cached_tokens, self.context_tokens),
             "logprob_gap_mean": _ratio(self.gap_sum, self.gap_tokens),
             "logprob_gap_alarms": self.faults[LOGPROB_GAP_ALARM],
@@ -181,6 +187,13 @@ class RunMetrics:
             "evals": [eval_row(event) for event in self.evals],
             "environments": self.environments.summary(),
         }
+
+    def _reward_curve(self) -> list[list[float]]:
+        updates, rewards = list(self.rewards), list(self.rewards.values())
+        return [
+            [updates[end - 1], sum(rewards[start:end]) / (end - start)]
+            for start, end in shares(len(rewards), REWARD_CURVE_POINTS)
+        ]
 
     def update_row(self, event: UpdateCommitted) -> dict[str, Any]:
         """One line of `metrics.jsonl`: this update, and the run so far. Call it after `observe(event)`."""

@@ -11,11 +11,14 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from tiderl.observe.curves import sparkline
 from tiderl.observe.words import count, duration, fraction, number
 
 LABEL = 18
 BIAS_FRACTION = 0.01
 """Of the issued trajectories: fewer dropped ones say nothing about the others."""
+MIN_CURVE_POINTS = 3
+"""First and last are said in figures already."""
 DRIVER_LOAD_LIMIT = 0.5
 """Above this share of its time the driver's own work would limit the run (docs/architecture.md)."""
 
@@ -24,8 +27,8 @@ def summary_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Label and text of each line; what the result does not have is left out."""
     lines = [
         ("updates", f"{result['updates']} ({result['strategy']}, seed {result['seed']})"),
-        ("held-out success", _from_to(result, "eval_success", fraction)),
-        ("reward", _from_to(result, "reward", number)),
+        ("held-out success", _from_to(result, "eval_success", fraction) + _spark(result, "eval_success", 0.0, 1.0)),
+        ("reward", _from_to(result, "reward", number) + _spark(result, "reward")),
         *((name, _environment(figures)) for name, figures in (result.get("environments") or {}).items()),
         ("goodput", _goodput(result)),
         ("staleness", _staleness(result)),
@@ -94,6 +97,14 @@ def _environment(figures: Mapping[str, Any]) -> str:
 
 def _labelled(label: str, text: str) -> str:
     return label + text if text else ""
+
+
+def _spark(result: Mapping[str, Any], name: str, low: float | None = None, high: float | None = None) -> str:
+    """The curve as blocks, from two points on; between its own ends where none are given."""
+    values = [value for _, value in result.get(f"{name}_curve") or () if value is not None]
+    if len(values) < MIN_CURVE_POINTS:
+        return ""
+    return "  " + sparkline(values, low=min(values) if low is None else low, high=max(values) if high is None else high)
 
 
 def _goodput(result: Mapping[str, Any]) -> str:

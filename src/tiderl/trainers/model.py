@@ -47,6 +47,7 @@ def _scratch_model(settings: ModelSettings, seed: int) -> Any:
 
 
 def _stored_model(settings: ModelSettings) -> Any:
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -59,13 +60,20 @@ def _stored_model(settings: ModelSettings) -> Any:
                 where=f"model.path {settings.path}",
                 hint=f"use one of the types {', '.join(SUPPORTED_MODELS)}",
             )
-        model = AutoModelForCausalLM.from_pretrained(settings.path, dtype=torch.float32, attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            settings.path, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigurationError(
             f"no model can be loaded: {str(error).splitlines()[0]}",
             where=f"model.path {settings.path}",
             hint="give 'scratch', a Hugging Face folder, or a hub id",
         ) from error
+    if report["missing_keys"]:  # transformers would go on with random ones
+        raise ConfigurationError(
+            f"the weights lack {len(report['missing_keys'])} of the model's, e.g. {min(report['missing_keys'])}",
+            where=f"model.path {settings.path}",
+        )
     if model.config.vocab_size < settings.vocab_size:
         raise ConfigurationError(
             f"the tokenizer has {settings.vocab_size} ids, the model only {model.config.vocab_size}",

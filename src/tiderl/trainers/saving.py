@@ -6,6 +6,8 @@ space, as the `words` renderer does. Knows nothing of updates.
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from tiderl.data.settings import ModelSettings
 from tiderl.trainers.folders import whole_folder
 from tiderl.trainers.model import named_weights
 
+TOKENIZER_FILES = ("*token*.json", "vocab.json", "merges.txt", "*.model", "chat_template.*")
+"""What a folder holds of its tokenizer; `*.model` are sentencepiece's."""
 UNKNOWN_WORD, ACT_WORD = "<unk>", "<act>"
 """The `words` renderer's names for a word outside the vocabulary and for "now the policy speaks"."""
 
@@ -27,7 +31,6 @@ def save_model_folder(
     from safetensors.torch import save_file
     from transformers import GenerationConfig
 
-    tokenizer = build_tokenizer(settings)
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [type(model).__name__]
     config.dtype = str(dtype).removeprefix("torch.")
@@ -43,25 +46,24 @@ def save_model_folder(
         save_file(named_weights(model, dtype), folder / "model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(folder)
         generation.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        _save_tokenizer(settings, folder)
         # safetensors writes for the owner's eyes only; who may read the rest of the folder may read its weights.
         (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
 
 
-def build_tokenizer(settings: ModelSettings) -> Any:
-    """The tokenizer to save: made of `words`, else the one of the folder that the model came from. A scratch model
-    without words (there is no text then) has its ids as words."""
+def _save_tokenizer(settings: ModelSettings, folder: Path) -> None:
+    """Made of `words`, or a copy of the files that came with the model: saved anew they might split text otherwise than
+    the renderer did. A scratch model without words (there is no text then) has its ids as words."""
     if settings.words or settings.path == "scratch":
-        return _words_tokenizer(settings)
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(settings.path)
-    except (OSError, ValueError) as error:
+        _words_tokenizer(settings).save_pretrained(folder)
+        return
+    files = [path for pattern in TOKENIZER_FILES for path in Path(settings.path).glob(pattern)]
+    if not files:
         raise ConfigurationError(
-            f"the model has no tokenizer that can be saved with it: {str(error).splitlines()[0]}",
-            where=f"model.path {settings.path}",
-        ) from error
+            "the model has no tokenizer that can be saved with it", where=f"model.path {settings.path}"
+        )
+    for path in files:
+        shutil.copyfile(path, folder / path.name)
 
 
 def _words_tokenizer(settings: ModelSettings) -> Any:
