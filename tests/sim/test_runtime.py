@@ -13,6 +13,7 @@ from tiderl.data.errors import (
     DeadlockError,
     EnvironmentRaised,
     EnvironmentTimeout,
+    HopelessEnvironment,
     InfrastructureFault,
     VerifierFault,
 )
@@ -29,6 +30,7 @@ from tiderl.data.events import (
     VersionLoaded,
     VersionPublished,
 )
+from tiderl.runtime.training import combined_metrics
 
 
 @pytest.mark.parametrize("strategy", ["sync", "areal"])
@@ -378,3 +380,57 @@ def test_nothing_is_started_again_and_again_on_a_rank_whose_loss_is_not_known_ye
     per_member = [(e.prompt_id, e.member) for e in run.log.of(Dropped)]
     assert per_member
     assert len(per_member) == len(set(per_member))
+
+
+# --- found by newcomers
+
+
+def test_an_environment_that_only_fails_ends_the_run_with_its_reason() -> None:
+    """Refills have no end of their own: after two failures in a row for every slot the run says what fails."""
+    with pytest.raises(
+        HopelessEnvironment, match=r"50 episodes in a row failed, the last with EnvironmentRaised: boom"
+    ):
+        virtual_run(
+            ["env.slots=4"], fault=lambda key, turn: EnvironmentRaised("boom") if key.split == "train" else None
+        )
+
+
+def test_one_success_between_failures_goes_on() -> None:
+    def fault(key, turn):
+        flaky = key.split == "train" and key.member == 0 and key.attempt < 2 and turn == 0
+        return EnvironmentRaised("boom") if flaky else None
+
+    run = virtual_run(["env.slots=4", "train.updates=40"], fault=fault)
+    assert len(run.log.of(Dropped)) == 40 * 3
+    assert run.outcome.outcome == "done"
+    assert books_balance(run.replay) == []
+
+
+def test_what_running_members_had_sampled_counts_when_their_group_is_dropped() -> None:
+    """Member 0 fails for good at its third turn while the others are still in a long wait of theirs."""
+
+    def fault(key, turn):
+        return EnvironmentRaised("late") if (key.split, key.prompt_id, key.member, turn) == ("train", 0, 0, 2) else None
+
+    run = virtual_run(["env.wait={kind: lognormal, median_s: 5.0, sigma: 0.0}"], fault=fault)
+    dropped = [e for e in run.log.of(Dropped) if e.reason == "group_dropped"]
+    assert len(dropped) == 3
+    assert all(e.tokens > 0 for e in dropped)
+
+
+def test_metrics_of_several_steps_are_combined_by_their_meaning() -> None:
+    first = {
+        "loss": 1.0,
+        "tokens": 100.0,
+        "logprob_gap_mean": 4e-8,
+        "logprob_gap_max": 9e-8,
+        "logprob_gap_tokens": 10.0,
+    }
+    later = {"loss": 3.0, "tokens": 60.0, "logprob_gap_mean": 0.0, "logprob_gap_max": 0.0, "logprob_gap_tokens": 0.0}
+    assert combined_metrics([first, later]) == {
+        "loss": 2.0,
+        "tokens": 160.0,
+        "logprob_gap_mean": 4e-8,
+        "logprob_gap_max": 9e-8,
+        "logprob_gap_tokens": 10.0,
+    }

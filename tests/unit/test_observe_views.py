@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from tiderl.data.events import (
+    Dropped,
     EvalFinished,
     Event,
     Fault,
@@ -136,8 +137,7 @@ def test_a_lost_rank_is_said_at_once() -> None:
 def test_an_unusable_or_unwritten_checkpoint_is_said_at_once() -> None:
     torn = Fault(t_s=1.0, where="restore u000004", what="CheckpointError")
     full = Fault(t_s=9.0, where="checkpoint u000005", what="CheckpointError")
-    handled = Fault(t_s=9.5, where="task", what="EnvironmentRaised")
-    text = shown_by([(0.0, started()), (1.0, torn), (9.0, full), (9.1, full), (9.5, handled)], terminal=False)
+    text = shown_by([(0.0, started()), (1.0, torn), (9.0, full), (9.1, full)], terminal=False)
     assert text == (
         "checkpoint u000004 is missing or damaged: the one before it is used, what came after is redone\n"
         "checkpoint u000005 could not be written: the run goes on, and the last good one is kept\n"
@@ -270,3 +270,11 @@ def test_the_doctor_finds_this_machine_fit_and_names_what_to_install() -> None:
     for extra in EXTRAS:
         finding = findings[f"extra {extra}"]
         assert finding.status == "ok" or f"tiderl[{extra}]" in finding.hint
+
+
+def test_failures_are_shown_also_while_nothing_is_committed() -> None:
+    failed = Fault(t_s=9.5, where="task", what="EnvironmentRaised")
+    dropped = Dropped(t_s=9.4, trajectory_id=0, prompt_id=0, member=0, reason="environment_raised", tokens=3)
+    text = shown_by([(0.0, started()), (9.4, dropped), (9.5, failed), (9.6, failed)], terminal=False)
+    assert len(text.splitlines()) == 1
+    assert text.startswith("update 0/4") and text.rstrip().endswith("dropped 1")

@@ -35,7 +35,7 @@ from tiderl.config.render import render_dry_run
 from tiderl.config.resolve import Resolved
 from tiderl.config.resume import refuse_edits, resume_overrides
 from tiderl.data.errors import CheckpointError, ConfigurationError, RunStopped, TideError
-from tiderl.data.events import EvalFinished, Event, UpdateCommitted
+from tiderl.data.events import EvalFinished, Event, UpdateCommitted, VersionPublished
 from tiderl.data.settings import ModelSettings
 from tiderl.envs.registry import check_form
 from tiderl.observe.curves import write_curves
@@ -83,16 +83,36 @@ def train(
         check_form(env.name)
     check_trackers(resolved.config.log.trackers)
     directory = choose(resolved.config.run, Path(config).stem)
-    create(directory, overwrite=overwrite)
-    with RunLock(directory.root):
-        _write_config(directory, resolved)
-        driver = Driver(resolved, directory, observer, started)
-        try:
+    replaced = _set_aside(directory) if overwrite and directory.is_run else None
+    driver = Driver(resolved, directory, observer, started)
+    try:
+        create(directory)
+        with RunLock(directory.root):
+            _write_config(directory, resolved)
             return driver.run()
-        except BaseException:
-            if not driver.began:
-                shutil.rmtree(directory.root, ignore_errors=True)
-            raise
+    finally:
+        if not driver.began:
+            shutil.rmtree(directory.root, ignore_errors=True)
+        if replaced is not None:
+            _settle(replaced, directory, began=driver.began)
+
+
+def _set_aside(directory: RunDirectory) -> Path:
+    """Moves a run that is to be overwritten out of the way, until the new one has begun. Raises `RunLockedError` when
+    another driver works on it."""
+    with RunLock(directory.root):
+        aside = directory.root.with_name(f".{directory.root.name}.replaced")
+        shutil.rmtree(aside, ignore_errors=True)
+        directory.root.rename(aside)
+    return aside
+
+
+def _settle(replaced: Path, directory: RunDirectory, *, began: bool) -> None:
+    """The old run goes when the new one has begun, and comes back when it has not."""
+    if began:
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        replaced.rename(directory.root)
 
 
 def resume(run: str | Path, overrides: Sequence[str] = (), *, observer: Observer | None = None) -> Result:
@@ -174,7 +194,11 @@ class Driver:
     observer: Observer | None
     started_s: float
     began: bool = False
-    """True from the moment at which the run holds something worth keeping."""
+    """True from the moment at which the run holds something worth keeping: its first checkpoint."""
+
+    def observe(self, event: Event) -> None:
+        """A version is published only after a checkpoint of it, or of one before it, is durable."""
+        self.began = self.began or isinstance(event, VersionPublished)
 
     def run(self) -> Result:
         self._say(f"writing to {self.directory.root}")
@@ -195,6 +219,8 @@ class Driver:
             if self.began:
                 self._say(f"what was committed is kept; go on with: tiderl train --resume {self.directory.root}")
             raise
+        if not self.began:
+            raise RunStopped("interrupted before the run began; nothing is kept", where=str(self.directory.root))
         write_whole(self.directory.summary, json.dumps(result.to_json(), indent=1))
         self._draw_curves()
         return result
@@ -244,7 +270,7 @@ class Driver:
             environments = make_environments(self.resolved, self.directory.logs)
             stack.push_async_callback(environments.close)
             await environments.start()
-            renderer = await make_renderer(self.resolved, environments)
+            renderer = await make_renderer(self.resolved, environments, say=self._say)
             model = policy(self.resolved, renderer)
             self._keep_policy(model)
             weights_dir = ""
@@ -269,7 +295,7 @@ class Driver:
                 observers.append(tracker)
             models = FileModels(self.directory.best_model, self.directory.candidates)
             stack.callback(models.close)
-            recorder = Fanout([segments], metrics, observers)
+            recorder = Fanout([segments], metrics, [*observers, self])
             ports = Ports(
                 cluster=cluster,
                 environments=environments,
@@ -281,7 +307,6 @@ class Driver:
                 models=models,
             )
             run = Run(ports, self.resolved.settings, self.resolved.strategy, reported_updates=metrics.updates)
-            self.began = True
             signals.ask(run.request_stop)
             if last_s:
                 loop.set_time(last_s)  # starting again is start-up: not in the run's clock

@@ -6,7 +6,8 @@ Shared by training and evaluation, so that both see the same environment through
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -61,9 +62,15 @@ def make_environments(resolved: Resolved, logs: Path) -> Environments:
     return MixedEnvironments(parts, slots=resolved.slots)
 
 
-async def make_renderer(resolved: Resolved, environments: Environments) -> TextRenderer:
-    """The renderer of `model.tokenizer` for these environments, tried on a first observation. Raises
-    `ConfigurationError` where model, tokenizer and environment do not fit."""
+FIRST_PROMPTS = 8
+"""Of each environment, whose first observations are looked at before anything starts: their lengths differ."""
+
+
+async def make_renderer(
+    resolved: Resolved, environments: Environments, *, say: Callable[[str], None] = lambda text: None
+) -> TextRenderer:
+    """The renderer of `model.tokenizer` for these environments, tried on their first observations. Raises
+    `ConfigurationError` where model, tokenizer and environment do not fit; `say` hears of words without a token."""
     renderer: TextRenderer
     if resolved.config.model.tokenizer == "chat":
         assert resolved.model_folder is not None  # `scratch` with `chat` is refused
@@ -80,7 +87,12 @@ async def make_renderer(resolved: Resolved, environments: Environments) -> TextR
             renderer = WordsRenderer.from_vocabulary(vocabulary)
         else:
             renderer = WordsRenderer.from_folder(resolved.model_folder, vocabulary)
-    await _check_first_observation(resolved, environments, renderer)
+    await _check_first_observations(resolved, environments, renderer)
+    if isinstance(renderer, WordsRenderer) and renderer.unknown_words:
+        say(
+            f"the vocabulary lacks {renderer.unknown_words} of the words that the first observations show: "
+            f"the model cannot tell them apart; tiderl env check lists them"
+        )
     return renderer
 
 
@@ -112,13 +124,16 @@ def make_cluster(resolved: Resolved, specs: list[HostSpec], logs: Path) -> Clust
     return ProcessCluster(specs, logs, report=_report)
 
 
-async def _check_first_observation(resolved: Resolved, environments: Environments, renderer: TextRenderer) -> None:
-    """Resets one of each environment: it must work at all, and its first observation must fit, before anything else
-    starts."""
+async def _check_first_observations(resolved: Resolved, environments: Environments, renderer: TextRenderer) -> None:
+    """Resets a few of each environment: they must work at all, and their first observations must fit, before anything
+    else starts."""
     prompts = await _usable(resolved, environments.prompts("train"))
     await _usable(resolved, environments.prompts("eval"))
-    first_of_each = {prompt.environment: prompt for prompt in reversed(prompts)}
-    for number, prompt in enumerate(first_of_each.values()):
+    seen: Counter[str] = Counter()
+    for number, prompt in enumerate(prompts):
+        if seen[prompt.environment] == FIRST_PROMPTS:
+            continue
+        seen[prompt.environment] += 1
         handle = await environments.open(TaskKey("warmup", number, 0), prompt)
         try:
             observation = await _usable(resolved, handle.reset())

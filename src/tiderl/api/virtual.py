@@ -64,7 +64,7 @@ def simulate(config: str | Path, overrides: Sequence[str] = (), *, save: str | N
     directory = None
     if save is not None:
         directory = choose(save, "sim")
-        create(directory, overwrite=False)
+        create(directory)
         directory.config.write_text(render_dry_run(resolved), encoding="utf-8")
     kept = SegmentRecorder(directory.events) if directory else None
     log = HashRecorder(kept)

@@ -68,6 +68,18 @@ class EnvironmentMemory(EnvironmentFault):
     reason = "environment_memory"
 
 
+class FirstObservationTooLong(EnvironmentFault):
+    """The first observation leaves no room in `rollout.max_context_tokens`."""
+
+    reason = "first_observation_too_long"
+
+
+class HopelessEnvironment(TideError):
+    """So many episodes in a row failed that the run would never end."""
+
+    reason = "hopeless_environment"
+
+
 class VerifierFault(TideError):
     """`score` raised, hung or answered a non-finite number."""
 

@@ -13,8 +13,9 @@ DEFINITIONS: Mapping[str, str] = {
     "outcome": "done, stopped or failed; null while it runs",
     "updates": "number of the last committed update",
     "goodput_tokens_per_s": (
-        "loss-bearing tokens of committed updates, each once, divided by the seconds from the first issued task to the "
-        "last commit; evaluation and checkpoints are inside these seconds, start-up and warm start are not"
+        "loss-bearing tokens of committed updates, each once, divided by the seconds from the first issued task (of "
+        "training or of the first evaluation) to the last commit; checkpoints and evaluation are inside these seconds, "
+        "the evaluation after the last commit, start-up and warm start are not"
     ),
     "goodput_tokens_per_rank_s": "goodput_tokens_per_s divided by all ranks",
     "consumed_groups_per_s": "groups of committed updates divided by the same seconds",
@@ -62,7 +63,10 @@ DEFINITIONS: Mapping[str, str] = {
     "ranks_lost": "times that a rank was lost",
     "versions_published": "weight versions that rollout may load, version 0 included",
     "clock_s": "the run's clock at its last event, in seconds",
-    "setup_s": "seconds from the start of the run's clock to the first issued task, warm start included",
+    "setup_s": (
+        "seconds from the start of the run's clock to the first issued task, of training or of the first evaluation: "
+        "start-up and warm start"
+    ),
     "evals": "one row an evaluation: version, prompts, successes, failed, success, reward_mean, turns_mean, seconds",
     "environments": (
         "of a mixture, by environment: trained, dropped, reward_first, reward_last (updates that held a group of it), "

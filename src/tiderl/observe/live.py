@@ -52,11 +52,19 @@ class LiveView:
             return
         if isinstance(event, EvalFinished):
             success = fraction(event.successes / event.prompts if event.prompts else None)
-            self._print(f"held-out success of version {event.version}: {success} over {count(event.prompts, 'prompt')}")
+            failed = f", {event.failed} more failed" if event.failed else ""
+            of = count(event.prompts, "prompt")
+            self._print(f"held-out success of version {event.version}: {success} over {of}{failed}")
         elif isinstance(event, RankLostEvent):
             self._print(f"rank {event.rank} was lost with {count(event.tasks, 'task')}: {event.reason}")
-        elif isinstance(event, UpdateCommitted) and (self._due(LINE_S) or event.update == self.total_updates):
+        elif self._is_worth_a_line(event):
             self._print(self.line())
+
+    def _is_worth_a_line(self, event: Event) -> bool:
+        """Progress, or failures: the latter also where nothing is ever committed."""
+        if isinstance(event, UpdateCommitted):
+            return self._due(LINE_S) or event.update == self.total_updates
+        return isinstance(event, Fault) and not handled(event) and self._due(LINE_S)
 
     def recall(self, event: Event) -> None:
         """An event of an earlier driver of this run: counted, not shown."""
@@ -91,6 +99,7 @@ class LiveView:
             f"staleness {number(shown['staleness_mean_tokens'])} (max {shown['staleness_max']})  "
             f"waits: trainer {duration(shown['twt_s'])}, rollout {duration(shown['rwt_s'])}  "
             f"in flight {shown['in_flight']}  left {duration(self.left_s)}"
+            + (f"  dropped {dropped}" if (dropped := sum(shown["dropped"].values())) else "")
         )
 
     def screen(self) -> RenderableType:

@@ -51,7 +51,7 @@ class RunMetrics:
         self.rewards: dict[int, float] = {}
         self.faults: Counter[str] = Counter()
         self.ranks_lost = 0
-        self.versions_published = 0
+        self.versions: set[int] = set()
         self.generated_tokens = 0
         self.context_tokens = 0
         self.cached_tokens = 0
@@ -81,10 +81,11 @@ class RunMetrics:
                     self.cached_tokens += event.cached_tokens
             case RankState() | RoleChanged():
                 self.waits.observe(event)
-            case TaskAdmitted() | Dropped():
+            case TaskAdmitted() | PromptIssued():
+                self._begin(event.t_s)
                 self.issue.observe(event)
-            case PromptIssued():
-                self._issued(event)
+            case Dropped():
+                self.issue.observe(event)
             case StepStarted():
                 self._waited_s[event.update] = event.waited_s
                 self.issue.observe(event)
@@ -97,7 +98,7 @@ class RunMetrics:
             case RankLostEvent():
                 self.ranks_lost += 1
             case VersionPublished():
-                self.versions_published += 1
+                self.versions.add(event.version)  # a resumed run publishes its newest once more
             case RunStarted():
                 self.started = event
                 self.waits.forget()
@@ -105,10 +106,10 @@ class RunMetrics:
             case RunEnded():
                 self.outcome = event.outcome
 
-    def _issued(self, event: PromptIssued) -> None:
+    def _begin(self, t_s: float) -> None:
+        """The first task, of training or of the first evaluation, starts the clock of goodput."""
         if self.first_issue_s is None:
-            self.first_issue_s = self.waits.start_s = event.t_s
-        self.issue.observe(event)
+            self.first_issue_s = self.waits.start_s = t_s
 
     def _committed(self, event: UpdateCommitted) -> None:
         self.issue.observe(event)
@@ -181,7 +182,7 @@ class RunMetrics:
             "faults": dict(sorted(self.faults.items())),
             "ranks": started.ranks if started else None,
             "ranks_lost": self.ranks_lost,
-            "versions_published": self.versions_published,
+            "versions_published": len(self.versions),
             "clock_s": self.clock_s,
             "setup_s": self.first_issue_s,
             "evals": [eval_row(event) for event in self.evals],

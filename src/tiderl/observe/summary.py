@@ -15,6 +15,8 @@ from tiderl.observe.curves import sparkline
 from tiderl.observe.words import count, duration, fraction, number
 
 LABEL = 18
+DROPPED_LIMIT = 0.2
+"""Above this share of dropped trajectories a person should look at the environment before trusting the figures."""
 BIAS_FRACTION = 0.01
 """Of the issued trajectories: fewer dropped ones say nothing about the others."""
 MIN_CURVE_POINTS = 3
@@ -55,6 +57,12 @@ def warnings(result: Mapping[str, Any], no_effect: Sequence[object] = ()) -> lis
         found.append(
             "what was dropped was longer than what was trained: the rewards are those of short trajectories too often; "
             "raise env.deadline_s if time-outs are the reason"
+        )
+    dropped, issued = sum((result.get("dropped") or {}).values()), result.get("issued") or 0
+    if issued and dropped > DROPPED_LIMIT * issued:
+        found.append(
+            f"{dropped / issued:.0%} of the issued trajectories were dropped: look at what fails before you trust the "
+            "figures"
         )
     if result.get("logprob_gap_alarms"):
         found.append(f"engine and trainer disagreed beyond rounding in {count(result['logprob_gap_alarms'], 'update')}")

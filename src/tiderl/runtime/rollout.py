@@ -11,7 +11,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from tiderl.data.errors import EnvironmentFault, InfrastructureFault, RankLost, TideError, VerifierFault
+from tiderl.data.errors import (
+    EnvironmentFault,
+    HopelessEnvironment,
+    InfrastructureFault,
+    RankLost,
+    TideError,
+    VerifierFault,
+)
 from tiderl.data.events import Dropped, Event, Fault, GroupReady, PromptIssued, RankState, TaskAdmitted, TaskFinished
 from tiderl.data.records import Prompt, TaskKey, Trajectory
 from tiderl.runtime.buffer import Buffer, Group, Member
@@ -34,6 +41,11 @@ from tiderl.schedule.tasks import (
 
 EVAL_FAULT_RETRIES = 1
 """As for training: an environment fault is tried once more."""
+
+FAULTS_IN_A_ROW_PER_SLOT = 2
+FAULTS_IN_A_ROW_AT_LEAST = 50
+"""Environment and verifier faults with no episode finished between them, after which the run ends: each slot had its
+chance and its retry. Without a limit refills would go on for ever."""
 
 TASK_FAULTS = (EnvironmentFault, VerifierFault, InfrastructureFault)
 
@@ -67,6 +79,8 @@ class Rollout:
         self.training_tasks = dict.fromkeys(ports.cluster.engines, 0)
         self.eval_tasks = dict.fromkeys(ports.cluster.engines, 0)
         self.group_tasks: dict[int, list[asyncio.Task[None]]] = {}
+        self.players: dict[int, TaskPlayer] = {}  # by trajectory id
+        self.faults_in_a_row = 0
         self.blocked = ""
         self._activity: dict[int, str] = {}
 
@@ -166,14 +180,18 @@ class Rollout:
     async def _run_member(self, group: Group, member: Member, key: TaskKey, replica: int) -> None:
         player = self._player(key, member.trajectory_id, group.prompt, replica, self.limits)
         losses = self.publisher.losses[replica]
+        self.players[member.trajectory_id] = player
         try:
             trajectory = await player.play()
+            self.faults_in_a_row = 0
             await self._finished(group, member, trajectory)
         except TASK_FAULTS as fault:
             if isinstance(fault, RankLost):
                 self.publisher.suspect(replica, losses)
+            self._count_fault(fault)
             self._failed(group, member, fault, player.record.length)
         finally:
+            self.players.pop(player.trajectory_id, None)
             self.training_tasks[replica] -= 1
             self.wakeup.notify()
 
@@ -235,6 +253,25 @@ class Rollout:
         group.refills += kind != "infrastructure"
         self.refill(group, member, fault.reason, tokens)
 
+    def _count_fault(self, fault: TideError) -> None:
+        """Raises `HopelessEnvironment` when nothing but faults came back for too long."""
+        if isinstance(fault, InfrastructureFault):
+            return
+        self.faults_in_a_row += 1
+        if self.faults_in_a_row >= max(FAULTS_IN_A_ROW_AT_LEAST, FAULTS_IN_A_ROW_PER_SLOT * self.slots):
+            raise HopelessEnvironment(
+                f"{self.faults_in_a_row} episodes in a row failed, the last with {type(fault).__name__}: {fault.what}",
+                where=fault.where,
+                hint="try the environment alone: tiderl env check NAME",
+            )
+
+    def _spent(self, member: Member) -> int:
+        """Tokens of a member's trajectory so far, finished or running."""
+        if member.trajectory is not None:
+            return member.trajectory.tokens
+        player = self.players.get(member.trajectory_id)
+        return player.record.length if player is not None else 0
+
     def refill(self, group: Group, member: Member, reason: str, tokens: int) -> None:
         """Drops the member's trajectory and puts a new one in its place, first in the queue."""
         new = Member(member.number, self.buffer.new_trajectory_id(), attempt=member.attempt + 1)
@@ -248,8 +285,7 @@ class Rollout:
         reasons = [reason if member is failed else "group_dropped" for member in group.members]
         self.journal.group_dropped(group, reasons)
         for member, why in zip(group.members, reasons, strict=True):
-            spent = tokens if member is failed else (member.trajectory.tokens if member.trajectory else 0)
-            self._emit_dropped(group, member, why, spent)
+            self._emit_dropped(group, member, why, tokens if member is failed else self._spent(member))
         self.buffer.drop(group)
         self.waiting = deque(entry for entry in self.waiting if entry[0] is not group)
         current = asyncio.current_task()

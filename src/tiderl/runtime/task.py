@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tiderl.data.errors import EnvironmentNonsense, InvariantViolation, VerifierFault
+from tiderl.data.errors import FirstObservationTooLong, InvariantViolation, VerifierFault
 from tiderl.data.events import EnvStepFinished, Event, TurnFinished
 from tiderl.data.records import (
     Action,
@@ -153,7 +153,7 @@ class TaskPlayer:
     def _begin(self, observation: Observation) -> None:
         new = self.renderer.begin(observation)
         if len(new) >= self.limits.max_context_tokens:
-            raise EnvironmentNonsense(
+            raise FirstObservationTooLong(
                 f"the first observation has {len(new)} tokens, rollout.max_context_tokens is "
                 f"{self.limits.max_context_tokens}",
                 where=f"prompt {self.prompt.id}",

@@ -7,7 +7,7 @@ batch alone, not on the order of arrival). Knows no tensors: log-probs pass thro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -57,6 +57,26 @@ def batch_staleness(batch: Sequence[Group], update: int) -> Staleness:
         mean_tokens=float(ages.mean()),
         window_maximum=max(update - 1 - group.ready_update for group in batch),
     )
+
+
+SUMMED = ("tokens", "loss_tokens", "logprob_gap_tokens")
+LARGEST = ("logprob_gap_max",)
+GAP_MEAN, GAP_TOKENS = "logprob_gap_mean", "logprob_gap_tokens"
+
+
+def combined_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of an update from those of its optimizer steps: counts are added, the largest gap is the largest, the
+    mean gap is weighted by its tokens (steps after the first have none), everything else is the mean over the steps."""
+    combined = {name: sum(step.get(name, 0.0) for step in steps) / len(steps) for name in steps[0]}
+    for name in combined:
+        if name in SUMMED:
+            combined[name] *= len(steps)
+        elif name in LARGEST:
+            combined[name] = max(step.get(name, 0.0) for step in steps)
+    if combined.get(GAP_TOKENS):
+        weighted = sum(step[GAP_MEAN] * step[GAP_TOKENS] for step in steps)
+        combined[GAP_MEAN] = weighted / combined[GAP_TOKENS]
+    return combined
 
 
 def plan_update(
@@ -238,8 +258,7 @@ class Training:
     ) -> None:
         self.reported_updates = update
         trajectories = [t for group in batch for t in group.trajectories()]
-        names = stats[0].metrics
-        metrics = {name: sum(s.metrics.get(name, 0.0) for s in stats) / len(stats) for name in names}
+        metrics = combined_metrics([s.metrics for s in stats])
         self.emit(
             UpdateCommitted(
                 t_s=_now(),

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tiderl.data.errors import ConfigurationError
+from tiderl.data.errors import ConfigurationError, EnvironmentFault, InfrastructureFault
 from tiderl.data.records import Prompt, TaskKey, Trajectory
 from tiderl.data.records import Sequence as TrainSequence
 from tiderl.data.settings import WarmupSettings
 from tiderl.runtime.ports import Ports
 from tiderl.runtime.task import TaskLimits, play_expert
+from tiderl.schedule.groups import MAX_RETRIES
 
 
 async def warm_start(
@@ -30,29 +31,40 @@ async def warm_start(
         )
     async with asyncio.TaskGroup() as tasks:
         running = [
-            tasks.create_task(_demonstrate(ports, TaskKey("warmup", number, 0), prompt, limits))
-            for number, prompt in enumerate(prompts)
+            tasks.create_task(_demonstrate(ports, number, prompt, limits)) for number, prompt in enumerate(prompts)
         ]
-    demos = [_as_sequence(task.result()) for task in running if task.result().success]
+    played = [task.result() for task in running]
+    demos = [_as_sequence(demo) for demo in played if isinstance(demo, Trajectory) and demo.success]
     if not demos:
+        faults = [demo for demo in played if not isinstance(demo, Trajectory)]
+        last = f"; the last of {len(faults)} failures: {faults[-1].what}" if faults else ""
         raise ConfigurationError(
-            f"the environment's expert solved none of {len(running)} prompts",
+            f"the environment's expert solved none of {len(running)} prompts{last}",
             where="warmup.demos",
             hint="check it with: tiderl env check NAME",
         )
     return await ports.cluster.update.warm_up(demos, settings.updates, settings.lr)
 
 
-async def _demonstrate(ports: Ports, key: TaskKey, prompt: Prompt, limits: TaskLimits) -> Trajectory:
-    actions = await ports.environments.expert(prompt)
-    return await play_expert(
-        key=key,
-        prompt=prompt,
-        actions=actions,
-        limits=limits,
-        environments=ports.environments,
-        renderer=ports.renderer,
-    )
+async def _demonstrate(
+    ports: Ports, number: int, prompt: Prompt, limits: TaskLimits
+) -> Trajectory | EnvironmentFault | InfrastructureFault:
+    """One demonstration, tried again once after a fault as in training; the fault where that failed too."""
+    fault: EnvironmentFault | InfrastructureFault | None = None
+    for attempt in range(1 + MAX_RETRIES):
+        try:
+            return await play_expert(
+                key=TaskKey("warmup", number, 0, attempt),
+                prompt=prompt,
+                actions=await ports.environments.expert(prompt),
+                limits=limits,
+                environments=ports.environments,
+                renderer=ports.renderer,
+            )
+        except (EnvironmentFault, InfrastructureFault) as error:
+            fault = error
+    assert fault is not None
+    return fault
 
 
 def _as_sequence(trajectory: Trajectory) -> TrainSequence:

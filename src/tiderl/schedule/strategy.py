@@ -57,7 +57,7 @@ def get(name: str) -> Strategy:
             where="schedule.strategy",
             hint=f"choose one of: {', '.join(BUILT)}",
         )
-    close = difflib.get_close_matches(name, [*BUILT, *PLANNED], n=1)
+    close = difflib.get_close_matches(name, BUILT, n=1)
     raise ConfigurationError(
         f"unknown strategy {name!r}" + (f", did you mean {close[0]!r}?" if close else ""),
         where="schedule.strategy",

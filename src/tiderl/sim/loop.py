@@ -141,6 +141,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _keep_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         # A callback that raised is a fault of the simulation: stop the run instead of logging it.
         exception = context.get("exception")
+        if isinstance(exception, KeyboardInterrupt | SystemExit):
+            return  # it ends the run by itself
         if "handle" in context and exception is not None:
             self._failure = self._failure or exception
         else:

@@ -120,20 +120,19 @@ def find(run: str | Path, runs: Path = RUNS) -> RunDirectory:
     raise ConfigurationError("no such run", where=str(run), hint=hint)
 
 
-def create(directory: RunDirectory, *, overwrite: bool) -> None:
-    """Makes the folder. Raises `ConfigurationError` for one that exists (and is not to be overwritten, or is no
-    run)."""
+def create(directory: RunDirectory) -> None:
+    """Makes the folder. Raises `ConfigurationError` for one that exists."""
     root = directory.root
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         if not directory.is_run:
             raise ConfigurationError(
                 "exists and is not a run", where=f"run {root}", hint="choose another name with -o run=NAME"
             )
-        if not overwrite:
-            raise ConfigurationError(
-                "this run exists", where=f"run {root}", hint="choose another name with -o run=NAME, or give --overwrite"
-            )
-        shutil.rmtree(root)
+        raise ConfigurationError(
+            "this run exists",
+            where=f"run {root}",
+            hint="choose another name with -o run=NAME, go on with --resume, or give --overwrite",
+        )
     try:
         for folder in (root, directory.blobs, directory.checkpoints, directory.events, directory.logs):
             folder.mkdir(parents=True, exist_ok=True)
