@@ -84,9 +84,9 @@ def train(
     check_trackers(resolved.config.log.trackers)
     directory = choose(resolved.config.run, Path(config).stem)
     replaced = _set_aside(directory) if overwrite and directory.is_run else None
+    create(directory)  # refuses what is there: nothing of it may be deleted below
     driver = Driver(resolved, directory, observer, started)
     try:
-        create(directory)
         with RunLock(directory.root):
             _write_config(directory, resolved)
             return driver.run()
