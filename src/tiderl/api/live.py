@@ -144,7 +144,7 @@ def resume(run: str | Path, overrides: Sequence[str] = (), *, observer: Observer
             clear(directory)
         directory.summary.unlink(missing_ok=True)  # of a driver that was stopped
         _write_config(directory, resolved)
-        driver = Driver(resolved, directory, observer, started, began=True)
+        driver = Driver(resolved, directory, observer, started, began=True, resumed=True)
         return driver.run()
 
 
@@ -194,11 +194,13 @@ class Driver:
     observer: Observer | None
     started_s: float
     began: bool = False
-    """True from the moment at which the run holds something worth keeping: its first checkpoint."""
+    """True from the moment at which everything has started: the directory then stays, and a resume goes on."""
+    resumed: bool = False
+    published: bool = False
+    """True once a version is published, and so a checkpoint durable: there is work to keep."""
 
     def observe(self, event: Event) -> None:
-        """A version is published only after a checkpoint of it, or of one before it, is durable."""
-        self.began = self.began or isinstance(event, VersionPublished)
+        self.published = self.published or isinstance(event, VersionPublished)
 
     def run(self) -> Result:
         self._say(f"writing to {self.directory.root}")
@@ -216,11 +218,10 @@ class Driver:
             hint = f"go on with: tiderl train --resume {self.directory.root}" if self.began else ""
             raise RunStopped(f"interrupted{kept}", where=str(self.directory.root), hint=hint) from None
         except TideError:
+            self.began = self.began and (self.published or self.resumed)
             if self.began:
                 self._say(f"what was committed is kept; go on with: tiderl train --resume {self.directory.root}")
             raise
-        if not self.began:
-            raise RunStopped("interrupted before the run began; nothing is kept", where=str(self.directory.root))
         write_whole(self.directory.summary, json.dumps(result.to_json(), indent=1))
         self._draw_curves()
         return result
@@ -307,6 +308,7 @@ class Driver:
                 models=models,
             )
             run = Run(ports, self.resolved.settings, self.resolved.strategy, reported_updates=metrics.updates)
+            self.began = True
             signals.ask(run.request_stop)
             if last_s:
                 loop.set_time(last_s)  # starting again is start-up: not in the run's clock

@@ -5,8 +5,8 @@ Shared by training and evaluation, so that both see the same environment through
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -17,8 +17,8 @@ from tiderl.cluster.specs import HostSpec
 from tiderl.config.check import check_first_observation
 from tiderl.config.resolve import Resolved, wait_profile
 from tiderl.config.schema import EnvConfig
-from tiderl.data.errors import ConfigurationError, TideError
-from tiderl.data.records import TaskKey
+from tiderl.data.errors import ConfigurationError, EnvironmentFault, InfrastructureFault, TideError
+from tiderl.data.records import Observation, Prompt, TaskKey
 from tiderl.data.settings import ModelSettings
 from tiderl.envs.mixed import MixedEnvironments
 from tiderl.envs.pool import build_environments
@@ -125,21 +125,37 @@ def make_cluster(resolved: Resolved, specs: list[HostSpec], logs: Path) -> Clust
 
 
 async def _check_first_observations(resolved: Resolved, environments: Environments, renderer: TextRenderer) -> None:
-    """Resets a few of each environment: they must work at all, and their first observations must fit, before anything
-    else starts."""
+    """Resets a few of each environment: one at least must work, and all that do must fit, before anything else starts.
+    A reset that fails here and there is a fault of its own episode, as in training."""
     prompts = await _usable(resolved, environments.prompts("train"))
     await _usable(resolved, environments.prompts("eval"))
-    seen: Counter[str] = Counter()
+    firsts: dict[str, list[tuple[int, Prompt]]] = {}
     for number, prompt in enumerate(prompts):
-        if seen[prompt.environment] == FIRST_PROMPTS:
-            continue
-        seen[prompt.environment] += 1
-        handle = await environments.open(TaskKey("warmup", number, 0), prompt)
-        try:
-            observation = await _usable(resolved, handle.reset())
-        finally:
-            await handle.close()
-        check_first_observation(resolved.loaded, len(renderer.begin(observation)))
+        of_environment = firsts.setdefault(prompt.environment, [])
+        if len(of_environment) < FIRST_PROMPTS:
+            of_environment.append((number, prompt))
+    for of_environment in firsts.values():
+        tried = await asyncio.gather(*(_first_observation(environments, *first) for first in of_environment))
+        observations = [observation for observation in tried if isinstance(observation, Observation)]
+        if not observations:
+            await _usable(resolved, _first_observation(environments, *of_environment[0], raises=True))
+        for observation in observations:
+            check_first_observation(resolved.loaded, len(renderer.begin(observation)))
+
+
+async def _first_observation(
+    environments: Environments, number: int, prompt: Prompt, *, raises: bool = False
+) -> Observation | None:
+    """None where the environment fails, unless `raises`."""
+    handle = await environments.open(TaskKey("warmup", number, 0), prompt)
+    try:
+        return await handle.reset()
+    except (EnvironmentFault, InfrastructureFault):
+        if raises:
+            raise
+        return None
+    finally:
+        await handle.close()
 
 
 def environment_names(resolved: Resolved) -> str:
