@@ -395,6 +395,16 @@ def test_an_environment_that_only_fails_ends_the_run_with_its_reason() -> None:
         )
 
 
+def test_an_environment_that_lets_no_group_finish_ends_the_run() -> None:
+    """Most episodes succeed, but one member of every group never does: without a limit prompts would go by for ever."""
+
+    def fault(key, turn):
+        return EnvironmentRaised("boom") if (key.split, key.member, turn) == ("train", 1, 1) else None
+
+    with pytest.raises(HopelessEnvironment, match=r"12 groups in a row were given up, the last for EnvironmentRaised"):
+        virtual_run([], fault=fault)
+
+
 def test_one_success_between_failures_goes_on() -> None:
     def fault(key, turn):
         flaky = key.split == "train" and key.member == 0 and key.attempt < 2 and turn == 0

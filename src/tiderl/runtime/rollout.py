@@ -47,6 +47,9 @@ FAULTS_IN_A_ROW_AT_LEAST = 50
 """Environment and verifier faults with no episode finished between them, after which the run ends: each slot had its
 chance and its retry. Without a limit refills would go on for ever."""
 
+DROPPED_BATCHES_IN_A_ROW = 4
+"""Groups given up with none ready between them, in batches, after which the run ends: no update would ever come."""
+
 TASK_FAULTS = (EnvironmentFault, VerifierFault, InfrastructureFault)
 
 
@@ -81,6 +84,7 @@ class Rollout:
         self.group_tasks: dict[int, list[asyncio.Task[None]]] = {}
         self.players: dict[int, TaskPlayer] = {}  # by trajectory id
         self.faults_in_a_row = 0
+        self.groups_dropped_in_a_row = 0
         self.blocked = ""
         self._activity: dict[int, str] = {}
 
@@ -218,6 +222,7 @@ class Rollout:
         self._emit_finished(trajectory)
         if self.buffer.fill(group, member, trajectory, sha256, _now()):
             del self.group_tasks[group.prompt_id]
+            self.groups_dropped_in_a_row = 0
             done = group.trajectories()
             self.emit(
                 GroupReady(
@@ -243,6 +248,7 @@ class Rollout:
         verdict = after_failure(FailureView(kind, member.retries, group.refills))
         if verdict == "drop_group":
             self._drop_group(group, member, fault.reason, tokens)
+            self._count_dropped_group(fault)
             return
         if verdict == "retry":
             member.retries += 1
@@ -263,6 +269,17 @@ class Rollout:
                 f"{self.faults_in_a_row} episodes in a row failed, the last with {type(fault).__name__}: {fault.what}",
                 where=fault.where,
                 hint="try the environment alone: tiderl env check NAME",
+            )
+
+    def _count_dropped_group(self, fault: TideError) -> None:
+        """Raises `HopelessEnvironment` when only groups that fail have come for too long."""
+        self.groups_dropped_in_a_row += 1
+        if self.groups_dropped_in_a_row >= DROPPED_BATCHES_IN_A_ROW * self.buffer.batch_groups:
+            raise HopelessEnvironment(
+                f"{self.groups_dropped_in_a_row} groups in a row were given up, the last for {type(fault).__name__}: "
+                f"{fault.what}",
+                where=fault.where,
+                hint="too many episodes fail for a whole group to finish: try tiderl env check NAME",
             )
 
     def _spent(self, member: Member) -> int:
