@@ -84,8 +84,7 @@ class Publisher:
 
     def suspect(self, replica: int, losses: int) -> None:
         """A call that began after this many losses failed with `RankLost`: unless that loss is known by now, nothing
-        more
-        starts there until the cluster reports it and its return."""
+        more starts there until the cluster reports it and its return."""
         if self.losses[replica] == losses:
             self.loaded[replica], self.up[replica] = NOT_LOADED, False
 
