@@ -95,7 +95,7 @@ BROKEN = {
     "ready_with_update": (["UPDATE trajectories SET update_no=1 WHERE id=4"], "4 is ready with update 1"),
     "no_payload": (["UPDATE trajectories SET sha256=NULL WHERE id=4"], "4 is ready without a payload"),
     "member_twice": (
-        ["INSERT INTO trajectories VALUES(7, 0, 0, 1, 'running', NULL, NULL, NULL)"],
+        ["INSERT INTO trajectories VALUES(7, 0, 0, 1, 'running', NULL, NULL, NULL, NULL)"],
         "member 0 of prompt 0 has 2 trajectories",
     ),
     "version_before_commit": (["INSERT INTO versions VALUES(3, 3)"], "without the commit of update 3"),

@@ -124,7 +124,7 @@ FILE_MISTAKES = [
     ("rollout: {engine: vllm}", ":1", "rollout.engine", "'vllm' is not yet supported"),
     ("rollout: {ranks_per_engine: 2}", ":1", "rollout.ranks_per_engine", "not yet supported"),
     ("cluster: {kind: ray}", ":1", "cluster.kind", "'ray' is not yet supported; use inline or process"),
-    ("schedule: {staleness_counts: window}", ":1", "'window' is not yet supported"),
+    ("schedule: {staleness_counts: oldest}", ":1", "schedule.staleness_counts", "oldest_token"),
     ("train: {sharding: fsdp}", ":1", "'fsdp' is not yet supported"),
     ("model: {tokenizer: chat}", ":1", "a model from scratch has no chat template"),
     ("log: {trackers: [tensorbord]}", ":1", "log.trackers", "did you mean 'tensorboard'?"),
@@ -290,6 +290,9 @@ def test_precision_and_its_alarm_follow_the_device(tmp_path: Path) -> None:
         (["sim.workload_seed=4"], "train", ["sim.workload_seed"]),
         (["sim.workload_seed=4"], "sim", []),
         (["train.lr=1e-4"], "sim", ["train.lr"]),
+        (["log.profile=true"], "train", []),
+        (["log.profile=true"], "sim", ["log.profile"]),
+        (["log.profile=true"], "eval", ["log.profile"]),
     ],
 )
 def test_an_option_that_changes_nothing_is_said(

@@ -234,7 +234,10 @@ def test_kv_hits_and_generated_tokens_are_of_training_only() -> None:
 
 def test_trainer_wait_counts_committed_updates_only() -> None:
     shown = summary_of(
-        [started(), issued(0.0, 0), step(1, 2.0), committed(3.0, 1), step(2, 0.5), committed(4.0, 2), step(3, 100.0)]
+        [
+            *(started(), issued(0.0, 0), step(1, 1.5), committed(3.0, 1, waited_s=2.0)),
+            *(step(2, 0.5), committed(4.0, 2, waited_s=0.5), step(3, 100.0)),
+        ]
     )
     assert shown["twt_s"] == 2.5
 
@@ -308,7 +311,7 @@ def test_a_retry_keeps_its_trajectory_and_a_refill_is_issued_again() -> None:
     assert balance(summary_of(events)) == (3, 0, {"environment_raised": 1}, 2)  # the refill waits for admission
     events += [admitted(0, 0, 2, attempt=2)]
     assert balance(summary_of(events)) == (3, 0, {"environment_raised": 1}, 2)
-    events += [step(1, 0.0, (0,)), committed(5.0, 1)]
+    events += [step(1, 0.0, (0,)), committed(5.0, 1, prompt_ids=(0,))]
     assert balance(summary_of(events)) == (3, 2, {"environment_raised": 1}, 0)
     assert summary_of(events)["dropped_tokens"] == 40
 
@@ -317,7 +320,7 @@ def test_lengths_of_dropped_and_trained_trajectories_show_a_bias() -> None:
     """Four are trained with 120 tokens together; two are dropped at 90 and 70 tokens, one nobody knows how far."""
     events: list[Event] = [started(), issued(0.0, 0), dropped(0, 0, 9, "environment_timeout", tokens=90)]
     events += [dropped(0, 1, 10, "environment_timeout", tokens=70), dropped(0, 2, 11, "lost")]
-    events += [step(1, 0.0, (0,)), committed(5.0, 1, trajectories=4, tokens=120)]
+    events += [step(1, 0.0, (0,)), committed(5.0, 1, prompt_ids=(0,), trajectories=4, tokens=120)]
     shown = summary_of(events)
     assert (shown["trained_tokens_mean"], shown["dropped_tokens_mean"]) == (30.0, 80.0)
     assert shown["dropped_tokens_mean_by_reason"] == {"environment_timeout": 80.0}

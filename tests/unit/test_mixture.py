@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import islice
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,6 @@ from tiderl.data.events import (
     EvalFinished,
     EvalShare,
     PromptIssued,
-    StepStarted,
     TaskFinished,
     UpdateCommitted,
 )
@@ -169,10 +169,7 @@ def test_figures_are_kept_by_environment() -> None:
     metrics.observe(Dropped(t_s=1.0, trajectory_id=9, prompt_id=1, member=0, reason="environment_raised", tokens=3))
     metrics.observe(_finished(1, 0, 1.0))  # its refill
     for update, prompt_ids in ((1, (0, 1)), (2, (2,))):
-        metrics.observe(
-            StepStarted(t_s=2.0, update=update, prompt_ids=prompt_ids, waited_s=0, ready_groups=0, oldest_ready_s=0)
-        )
-        committed = _committed(update)
+        committed = msgspec.structs.replace(_committed(update), prompt_ids=prompt_ids)
         metrics.observe(committed)
         if update == 1:
             assert metrics.update_row(committed)["environments"] == {

@@ -17,6 +17,7 @@ NOT_IN_SIM = frozenset(
     {
         *("model.tokenizer", "warmup.demos", "warmup.updates", "warmup.lr", "env.isolation", "env.workers"),
         *("rollout.temperature", "algorithm.advantage", "train.lr", "cluster.kind", "eval.temperature", "log.trackers"),
+        "log.profile",
     }
 )
 """What virtual time does not model: a shared file may hold them, but one given by `-o` to `sim` is a mistake."""
@@ -90,6 +91,8 @@ def _ignored(loaded: Loaded, strategy: Strategy) -> Iterator[tuple[str, str]]:
     fixed = strategy.max_staleness
     if fixed is not None and config.schedule.max_staleness != fixed:
         yield "schedule.max_staleness", f"the strategy {strategy.name} always runs at {fixed}"
+    if fixed == 0:
+        yield "schedule.staleness_counts", f"the strategy {strategy.name} trains nothing stale, however it is counted"
     if strategy.all_ranks_generate and config.cluster.rollout_ranks not in ("auto", config.cluster.ranks):
         yield "cluster.rollout_ranks", f"under the strategy {strategy.name} all ranks generate"
     if config.algorithm.kl_coef == 0 and config.cluster.reference_ranks not in ("auto", 0):
@@ -174,7 +177,7 @@ def _check_batch(loaded: Loaded) -> None:
 def _check_schedule(loaded: Loaded, strategy: Strategy) -> None:
     schedule = loaded.config.schedule
     bound = schedule.max_staleness if strategy.max_staleness is None else strategy.max_staleness
-    if schedule.publish_every_updates > bound + 1:
+    if schedule.staleness_counts == "oldest_token" and schedule.publish_every_updates > bound + 1:
         raise loaded.refuse(
             "schedule.publish_every_updates",
             f"{schedule.publish_every_updates} is more than max_staleness + 1 = {bound + 1}: tokens would get too old",

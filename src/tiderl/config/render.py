@@ -16,7 +16,7 @@ from tiderl.config.load import dump, leaves
 from tiderl.config.resolve import Resolved
 
 _PLAIN = re.compile(r"[A-Za-z./][A-Za-z0-9_./-]*(?::[A-Za-z0-9_./-]+)*")
-_WORDS = ("true", "false", "null")
+_WORDS = ("true", "false", "null", ".nan", ".inf")
 COMMENT_COLUMN = 48
 
 

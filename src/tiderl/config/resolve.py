@@ -12,14 +12,16 @@ from typing import Any, Literal
 
 from tiderl.config.check import NoEffect, check_combinations, without_effect
 from tiderl.config.load import Loaded
-from tiderl.config.memory import ModelShape, kv_tokens_in_memory, model_shape
+from tiderl.config.memory import kv_tokens_in_memory, model_shape
 from tiderl.config.schema import Config, EnvConfig
+from tiderl.cost.models import ModelShape
 from tiderl.data.errors import ConfigurationError
 from tiderl.data.settings import (
     EngineSettings,
     EvalSettings,
     ModelSettings,
     RunSettings,
+    StalenessCounts,
     TrainerSettings,
     WaitProfile,
     WarmupSettings,
@@ -164,7 +166,7 @@ def resolve(
         "rollout": {"kv_policy": _auto(config.rollout.kv_policy, strategy.kv_policy)},
         "algorithm": {"loss": _auto(config.algorithm.loss, strategy.loss)},
         "train": {"dtype": dtype},
-        "schedule": {"max_staleness": bound},
+        "schedule": {"max_staleness": bound, "staleness_counts": _counts(config, strategy)},
         "cluster": {"rollout_ranks": len(layout.engine_ranks), "reference_ranks": 0},
     }
     if config.rollout.kv_budget_tokens == "auto":
@@ -184,6 +186,11 @@ def resolve(
         model_folder=model_folder,
         no_effect=without_effect(loaded, strategy, command=command),
     )
+
+
+def _counts(config: Config, strategy: Strategy) -> StalenessCounts:
+    """Where nothing stale is trained, a start must wait for the new version: the strict rule."""
+    return "oldest_token" if strategy.max_staleness == 0 else config.schedule.staleness_counts
 
 
 def _auto(value: str, otherwise: str) -> str:

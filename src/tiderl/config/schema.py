@@ -185,7 +185,8 @@ class ScheduleConfig(Section):
     strategy: Name = "areal"
     max_staleness: Count = 1
     """In updates, for the strategies that allow any."""
-    staleness_counts: Annotated[Literal["oldest_token"], _not_yet(("oldest_token",), ("window",))] = "oldest_token"
+    staleness_counts: Literal["oldest_token", "window"] = "oldest_token"
+    """How `max_staleness` counts: updates since a sequence's oldest token, or since its group became ready."""
     publish_every_updates: Positive = 1
 
 
@@ -219,21 +220,54 @@ class EvalConfig(Section):
 class LogConfig(Section):
     """Where a run is told beside its own files."""
 
-    profile: Annotated[bool, BeforeValidator(_only(False, "a profile"))] = False
+    profile: bool = False
+    """Write where each process's time goes to the run's `profile.json`."""
     trackers: list[Tracker] = []
     """`tensorboard`: curves under the run's `tensorboard/`."""
+
+
+class SimWorkloadConfig(Section):
+    """How the simulated tasks behave: lognormal turns, lengths and seconds by median and sigma."""
+
+    turns_median: PositiveFloat
+    turns_sigma: NonNegative
+    first_observation_tokens: PositiveFloat
+    """The first prompt, system prompt and tool schemas included."""
+    observation_tokens: PositiveFloat
+    observation_sigma: NonNegative
+    action_tokens: PositiveFloat
+    """Sampled in one turn."""
+    action_sigma: NonNegative
+    step_s: NonNegative
+    step_sigma: NonNegative = 0.0
+    reset_s: NonNegative = 0.0
+    score_s: NonNegative = 0.0
+    """Of the verifier after the last turn."""
+    group_correlation: Fraction = 0.5
+    """Of the turns of a group's members, in standard deviations."""
+    success_fraction: Fraction = 0.5
+
+
+def _workload(value: object) -> object:
+    if value == "auto" or isinstance(value, Mapping | SimWorkloadConfig):
+        return value
+    raise ValueError("must be auto, or a mapping such as {turns_median: 7, turns_sigma: 0.5, …}")
 
 
 class SimConfig(Section):
     """Read by `tiderl sim` only."""
 
     hardware: Name = "this-cpu"
-    model: Annotated[str, BeforeValidator(_only("auto", "another model"))] = "auto"
-    """`auto`: the shape of `model:`."""
-    workload: Annotated[str, BeforeValidator(_only("auto", "another workload"))] = "auto"
+    model: Name = "auto"
+    """`auto`: the shape of `model:`; else a published model that `cost/models.py` knows."""
+    workload: Annotated[SimWorkloadConfig | Auto, BeforeValidator(_workload)] = "auto"
     """`auto`: the profile that the environment's registry line holds."""
     workload_seed: Annotated[int | Auto, _auto_or_whole(0)] = "auto"
     """Seed of lengths and waits; `auto`: the run's `seed`."""
+    cost: dict[str, NonNegative] = {}
+    """Constants of `cost.CostModel` by name, instead of those that hardware and model give."""
+    efficiency: dict[str, PositiveFloat] = {}
+    """Factors of `cost.hardware.Efficiency` by name, instead of the assumed ones."""
     faults: Annotated[str, BeforeValidator(_only("none", "a fault plan"))] = "none"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-EVENTS_VERSION = 1
+EVENTS_VERSION = 2
 
 
 class Event(msgspec.Struct, frozen=True, tag_field="kind", kw_only=True):
@@ -136,7 +136,8 @@ class MicrobatchFormed(Event, frozen=True, kw_only=True, tag="microbatch_formed"
 
 
 class StepStarted(Event, frozen=True, kw_only=True, tag="step_started"):
-    """An update begins. `waited_s` is the trainer's wait for its data (TWT of this update)."""
+    """An update begins with its first micro-batch, over the groups `prompt_ids`; others may follow while it runs.
+    `waited_s`: the trainer's wait for them."""
 
     update: int
     prompt_ids: tuple[int, ...]
@@ -165,9 +166,13 @@ class BackwardDone(Event, frozen=True, kw_only=True, tag="backward_done"):
 
 
 class UpdateCommitted(Event, frozen=True, kw_only=True, tag="update_committed"):
-    """An update's ids are in the journal. Staleness in updates; the mean is weighted by loss-bearing tokens."""
+    """An update's ids are in the journal. Staleness in updates; the mean is weighted by loss-bearing tokens.
+    `waited_s`: the trainer's wait for data, before its first micro-batch and between them (TWT of this update);
+    `seconds`: from its first micro-batch to the commit, without such waits."""
 
     update: int
+    prompt_ids: tuple[int, ...] = ()  # in the order of consumption
+    waited_s: float = 0.0
     groups: int
     trajectories: int
     loss_tokens: int

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 LossName = Literal["grpo", "decoupled_ppo"]
+StalenessCounts = Literal["oldest_token", "window"]
 AdvantageName = Literal["group", "leave_one_out"]
 
 
@@ -38,6 +39,13 @@ class EngineSettings(msgspec.Struct, frozen=True):
     max_batch: int = 64  # sequences computed in one step
     prefill_tokens_per_step: int = 2048
     kv_policy: str = "lru"
+    prefill_tokens_beside_decoding: int = 512  # in a step that also decodes: a long prompt must not stall it
+    growth_quantile: float = 0.8
+    """A turn starts when its context and this quantile of what recent turns sampled fit; 1.0 = all it may sample."""
+    kv_block_tokens: int = 16
+    """Positions in one block of KV, for engines that keep it in blocks; the embedded engine keeps whole contexts."""
+    host_kv_budget_tokens: int | None = None
+    """Offloaded KV in host memory; None = `kv_budget_tokens` on an accelerator, 0 on a CPU (it is the same memory)."""
 
 
 class TrainerSettings(msgspec.Struct, frozen=True):
@@ -83,7 +91,7 @@ class RunSettings(msgspec.Struct, frozen=True):
     steps_per_batch: int
     micro_batch_tokens: int
     max_staleness: int
-    staleness_counts: str
+    staleness_counts: StalenessCounts
     publish_every_updates: int
     max_turns: int
     max_context_tokens: int
@@ -127,3 +135,7 @@ class WorkloadProfile(msgspec.Struct, frozen=True):
     reset_s: float = 0.0
     group_correlation: float = 0.5
     success_fraction: float = 0.5
+    system_tokens: float = 0.0  # of the first observation: the same for all prompts, such as tool schemas
+    score_s: float = 0.0  # of the verifier after the last turn
+    timeout_fraction: float = 0.0  # of resets and steps: they never answer
+    failure_fraction: float = 0.0  # of resets and steps: they raise

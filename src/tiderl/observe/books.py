@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tiderl.data.events import Dropped, PromptIssued, RankState, RoleChanged, StepStarted, TaskAdmitted, UpdateCommitted
+from tiderl.data.events import Dropped, PromptIssued, RankState, RoleChanged, TaskAdmitted, UpdateCommitted
 
 GROUP_DROPPED = "group_dropped"
 """The reason of the members that go because another member's failure gave the whole group up."""
@@ -42,7 +42,6 @@ class IssueBook:
         self.group_size = 0
         self._closed = 0
         self._open: dict[int, _Group] = {}
-        self._consuming: dict[int, tuple[int, ...]] = {}
 
     @property
     def issued(self) -> int:
@@ -64,7 +63,7 @@ class IssueBook:
         """Running and ready."""
         return self.issued - self.trained - sum(self.dropped.values())
 
-    def observe(self, event: PromptIssued | TaskAdmitted | Dropped | StepStarted | UpdateCommitted) -> None:
+    def observe(self, event: PromptIssued | TaskAdmitted | Dropped | UpdateCommitted) -> None:
         match event:
             case PromptIssued():
                 self._open[event.prompt_id] = _Group()
@@ -74,11 +73,9 @@ class IssueBook:
                 group.last_dropped.discard(event.member)
             case Dropped():
                 self._drop(event)
-            case StepStarted():
-                self._consuming[event.update] = event.prompt_ids
             case UpdateCommitted():
                 self.trained += event.trajectories
-                for prompt_id in self._consuming.pop(event.update, ()):
+                for prompt_id in event.prompt_ids:
                     group = self._open.pop(prompt_id, _Group())
                     self._closed += group.issued(self.group_size)
 

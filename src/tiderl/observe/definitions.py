@@ -24,6 +24,7 @@ DEFINITIONS: Mapping[str, str] = {
     ),
     "eval_success_last": "the same of the last evaluation",
     "eval_success_curve": "[version, success] of every evaluation, in order",
+    "staleness_counts": "which of the two `schedule.max_staleness` bounds: oldest_token (`staleness_max`) or window",
     "staleness_max": "updates; largest (update - 1) - version over all loss-bearing tokens trained",
     "staleness_mean_tokens": "updates; mean of the same over all loss-bearing tokens trained",
     "window_staleness_max": "updates; the longest that a trained group waited after it was ready",

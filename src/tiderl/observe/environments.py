@@ -16,7 +16,6 @@ from tiderl.data.events import (
     EvalShare,
     Event,
     PromptIssued,
-    StepStarted,
     TaskFinished,
     UpdateCommitted,
 )
@@ -46,7 +45,6 @@ class EnvironmentBook:
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
         self._groups: dict[int, _Group] = {}
-        self._consuming: dict[int, tuple[int, ...]] = {}
         self._last_update: dict[str, dict[str, Any]] = {}
 
     def observe(self, event: Event) -> None:
@@ -60,10 +58,8 @@ class EnvironmentBook:
                 group.successes[event.member] = event.success
             case Dropped() if event.prompt_id in self._groups:
                 self._accounts[self._groups[event.prompt_id].environment].dropped[event.reason] += 1
-            case StepStarted():
-                self._consuming[event.update] = event.prompt_ids
             case UpdateCommitted():
-                self._committed(self._consuming.pop(event.update, ()))
+                self._committed(event.prompt_ids)
             case EvalFinished():
                 for name, share in event.by_environment.items():
                     self._accounts.setdefault(name, _Account()).evals.append(share)

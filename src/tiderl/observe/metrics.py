@@ -21,7 +21,6 @@ from tiderl.data.events import (
     RoleChanged,
     RunEnded,
     RunStarted,
-    StepStarted,
     TaskAdmitted,
     TurnFinished,
     UpdateCommitted,
@@ -68,7 +67,6 @@ class RunMetrics:
         self.issue = IssueBook()
         self.waits = WaitBook()
         self.environments = EnvironmentBook()
-        self._waited_s: dict[int, float] = {}
 
     def observe(self, event: Event) -> None:
         self.clock_s = max(self.clock_s, event.t_s)
@@ -85,9 +83,6 @@ class RunMetrics:
                 self._begin(event.t_s)
                 self.issue.observe(event)
             case Dropped():
-                self.issue.observe(event)
-            case StepStarted():
-                self._waited_s[event.update] = event.waited_s
                 self.issue.observe(event)
             case UpdateCommitted():
                 self._committed(event)
@@ -122,7 +117,7 @@ class RunMetrics:
         self.stale_token_updates += event.staleness_mean_tokens * event.loss_tokens
         self.staleness_max = max(self.staleness_max or 0, event.staleness_max)
         self.window_staleness_max = max(self.window_staleness_max or 0, event.window_staleness_max)
-        self.twt_s += self._waited_s.pop(event.update, 0.0)
+        self.twt_s += event.waited_s
         self.waits.settle(event.t_s)
         self.rwt_rank_s = self.waits.rank_seconds
         gap_tokens = event.metrics.get("logprob_gap_tokens", 0.0)
@@ -158,6 +153,7 @@ class RunMetrics:
             "eval_success_first": curve[0][1] if curve else None,
             "eval_success_last": curve[-1][1] if curve else None,
             "eval_success_curve": curve,
+            "staleness_counts": started.staleness_counts if started else None,
             "staleness_max": self.staleness_max,
             "staleness_mean_tokens": _ratio(self.stale_token_updates, self.loss_tokens),
             "window_staleness_max": self.window_staleness_max,

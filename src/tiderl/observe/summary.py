@@ -128,9 +128,12 @@ def _goodput(result: Mapping[str, Any]) -> str:
 def _staleness(result: Mapping[str, Any]) -> str:
     if result.get("staleness_max") is None:
         return ""
-    return (
-        f"{number(result.get('staleness_mean_tokens'))} mean over tokens, {result['staleness_max']} at most (updates)"
-    )
+    mean = f"{number(result.get('staleness_mean_tokens'))} mean over tokens"
+    if result.get("staleness_counts") == "window":
+        waited = result.get("window_staleness_max")
+        by_age = f"by token age {mean}, {result['staleness_max']} at most"
+        return f"at most {waited} updates between ready and trained (window); {by_age}"
+    return f"{mean}, {result['staleness_max']} at most (updates)"
 
 
 def _waits(result: Mapping[str, Any]) -> str:

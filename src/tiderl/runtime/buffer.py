@@ -15,8 +15,18 @@ import numpy as np
 from tiderl.data.errors import InvariantViolation
 from tiderl.data.records import Prompt, Trajectory
 from tiderl.data.records import Sequence as TrainSequence
+from tiderl.data.settings import StalenessCounts
 from tiderl.schedule.signals import ReadinessSignals
-from tiderl.schedule.staleness import GroupView, choose_batch, choose_whole_batch, hall_violation
+from tiderl.schedule.staleness import (
+    GroupView,
+    ReadyView,
+    choose_batch,
+    choose_more,
+    choose_oldest_ready,
+    choose_whole_batch,
+    deadline,
+    hall_violation,
+)
 from tiderl.schedule.strategy import Consumption
 
 
@@ -86,6 +96,9 @@ class Buffer:
     max_staleness: int
     consumption: Consumption
     signals: ReadinessSignals
+    counts: StalenessCounts = "oldest_token"
+    taken: tuple[int, ...] = ()
+    """Prompt ids of ready groups that the running update has taken, in order; still in the books until `consume`."""
     groups: dict[int, Group] = field(default_factory=dict)
     updates_done: int = 0
     started_groups: int = 0
@@ -99,21 +112,28 @@ class Buffer:
             prompt_id=self.next_prompt_id,
             prompt=prompt,
             start_version=start_version,
-            deadline=start_version + self.max_staleness,
+            deadline=deadline(start_version, self.max_staleness, self.counts),
             members=[Member(number, self.new_trajectory_id()) for number in range(group_size)],
         )
         self.groups[group.prompt_id] = group
         self.next_prompt_id += 1
         self.started_groups += 1
-        violated = hall_violation(self.views(), self.updates_done, self.batch_groups, self.max_staleness)
+        self._check_bound()
+        return group
+
+    def _check_bound(self) -> None:
+        if self.counts == "window":
+            if len(self.groups) > (self.max_staleness + 1) * self.batch_groups:
+                raise InvariantViolation(f"{len(self.groups)} groups are in flight or ready, more than the window (I3)")
+            return
+        violated = hall_violation(self.views(), self.updates_done, self.batch_groups, self.max_staleness, self.taken)
         if violated is not None:
             raise InvariantViolation(f"more groups are due by update {violated + 1} than it can consume (I3)")
-        return group
 
     def restore(self, group: Group, now_s: float) -> None:
         """Takes back a group that an earlier driver started; its counters come with `Recovered`."""
         if all(member.trajectory is not None for member in group.members):
-            group.ready_s, group.ready_update = now_s, self.updates_done
+            group.ready_s = now_s
         self.groups[group.prompt_id] = group
 
     def new_trajectory_id(self) -> int:
@@ -142,19 +162,41 @@ class Buffer:
     def views(self) -> list[GroupView]:
         return [GroupView(g.prompt_id, g.deadline, g.ready) for g in self.groups.values()]
 
-    def choose(self) -> list[Group] | None:
-        """The next batch in consumption order, or None: wait. The groups stay in the books until `consume`."""
+    def choose(self) -> list[Group]:
+        """The next whole batch in consumption order; none: wait. The groups stay in the books until `consume`."""
+        chosen: Sequence[int] | None
         if self.consumption == "whole_batch":
             chosen = choose_whole_batch(self.views(), self.batch_groups)
+        elif self.counts == "window":
+            oldest = choose_oldest_ready(self._ready_views(), (), self.batch_groups)
+            chosen = oldest if len(oldest) == self.batch_groups else None
         else:
             chosen = choose_batch(self.views(), self.updates_done, self.batch_groups, self.max_staleness)
-        return None if chosen is None else [self.groups[prompt_id] for prompt_id in chosen]
+        return [self.groups[prompt_id] for prompt_id in chosen or ()]
+
+    def more(self) -> list[Group]:
+        """What the running update may take now beside what it has taken, in consumption order; none: wait."""
+        if self.counts == "window":
+            chosen = choose_oldest_ready(self._ready_views(), self.taken, self.batch_groups)
+        else:
+            chosen = choose_more(self.views(), self.taken, self.updates_done, self.batch_groups, self.max_staleness)
+        return [self.groups[prompt_id] for prompt_id in chosen]
+
+    def take(self, batch: Sequence[Group]) -> None:
+        """These groups belong to the running update from now on."""
+        self.taken += tuple(group.prompt_id for group in batch)
 
     def consume(self, batch: Sequence[Group]) -> None:
         """The update over this batch is committed."""
         for group in batch:
             del self.groups[group.prompt_id]
+        self.taken = ()
         self.updates_done += 1
+
+    def _ready_views(self) -> list[ReadyView]:
+        return [
+            ReadyView(g.ready_update, g.ready_s, g.prompt_id) for g in self.groups.values() if g.ready_s is not None
+        ]
 
     @property
     def ready_groups(self) -> list[Group]:

@@ -14,7 +14,7 @@ from tiderl.runtime.ports import Blobs, Ledger, LedgerRow, PromptRow, Trajectory
 
 
 class Journal:
-    """One method per thing that happens; all but `ready` and `commit` only queue rows."""
+    """One method per thing that happens; all but `store` and `commit` only queue rows."""
 
     def __init__(self, ledger: Ledger, blobs: Blobs) -> None:
         self.ledger, self.blobs = ledger, blobs
@@ -44,9 +44,12 @@ class Journal:
         ]
         self.ledger.append(rows)
 
-    async def ready(self, group: Group, member: Member, trajectory: Trajectory) -> str:
-        """Stores the payload, then says ready; returns the payload's hash."""
-        sha256 = await self.blobs.put(trajectory)
+    async def store(self, trajectory: Trajectory) -> str:
+        """Stores the payload and returns its hash."""
+        return await self.blobs.put(trajectory)
+
+    def ready(self, group: Group, member: Member, sha256: str, updates_done: int) -> None:
+        """The member's payload is stored, after this many updates."""
         self.ledger.append(
             [
                 TrajectoryRow(
@@ -56,10 +59,10 @@ class Journal:
                     attempt=member.attempt,
                     status="ready",
                     sha256=sha256,
+                    ready_update=updates_done,
                 )
             ]
         )
-        return sha256
 
     async def commit(self, update: int, batch: Sequence[Group]) -> None:
         """The update's trajectory ids, in the order in which they were consumed."""

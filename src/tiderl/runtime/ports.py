@@ -259,6 +259,7 @@ class TrajectoryRow:
     reason: str | None = None
     update_no: int | None = None
     sha256: str | None = None
+    ready_update: int | None = None  # updates done when it became ready
 
 
 @dataclass(frozen=True)

@@ -90,11 +90,17 @@ def _live_group(prompt: PromptRow, rows: Sequence[TrajectoryRow]) -> LiveGroup |
     return LiveGroup(prompt, tuple(live[member] for member in sorted(live)), refills)
 
 
+def _ready_update(rows: Sequence[TrajectoryRow], otherwise: int) -> int:
+    """Updates done when the last of these members became ready; a journal of schema 1 does not say."""
+    return max(otherwise if row.ready_update is None else row.ready_update for row in rows)
+
+
 async def load_group(
-    live: LiveGroup, prompts: Mapping[str, Prompt], blobs: Blobs, max_staleness: int
+    live: LiveGroup, prompts: Mapping[str, Prompt], blobs: Blobs, *, last_update: int, updates_done: int
 ) -> tuple[Group, list[Member]]:
     """The group as the buffer holds it, and its members that must be issued again: those that were running, and those
-    whose payload cannot be read. Raises `CheckpointError` when the task set no longer has the prompt."""
+    whose payload cannot be read. `last_update`: its deadline. Raises `CheckpointError` when the task set no longer has
+    the prompt."""
     if live.prompt.task_id not in prompts:
         raise CheckpointError(
             f"the task set has no prompt {live.prompt.task_id!r} any more",
@@ -116,9 +122,10 @@ async def load_group(
         prompt_id=live.prompt.prompt_id,
         prompt=prompts[live.prompt.task_id],
         start_version=live.prompt.start_version,
-        deadline=live.prompt.start_version + max_staleness,
+        deadline=last_update,
         members=members,
         refills=live.refills,
+        ready_update=_ready_update(live.members, updates_done),
     )
     return group, lost
 
@@ -131,8 +138,8 @@ async def load_consumed(update: int, rows: Sequence[TrajectoryRow], blobs: Blobs
         if row.sha256 is None:
             raise CheckpointError("a committed trajectory has no payload", where=f"trajectory {row.id}")
         group = groups.setdefault(row.prompt_id, Group(row.prompt_id, Prompt(id=""), 0, 0, []))
-        group.ready_update = update - 1  # how long it had waited is not on record
         member = Member(row.member, row.id, attempt=row.attempt, sha256=row.sha256)
         member.trajectory = await blobs.get(row.sha256)
         group.members.append(member)
+        group.ready_update = max(group.ready_update, _ready_update([row], update - 1))
     return list(groups.values())

@@ -35,7 +35,13 @@ class TrainerRestorer:
         emit: Callable[[Event], None],
     ) -> None:
         self.ports, self.redo, self.wakeup, self.emit = ports, redo, wakeup, emit
-        self.times_back = 0
+        self.times_lost = self.times_back = 0
+        self.life = 0
+        """Which life of the rank, counted by its losses, holds the trainer's state. A new one begins empty."""
+
+    def lost(self) -> None:
+        """The trainer's rank is down. Its state is gone, also when nothing was running on it."""
+        self.times_lost += 1
 
     def back(self) -> None:
         """The trainer's rank is up again, empty."""
@@ -43,20 +49,24 @@ class TrainerRestorer:
         self.wakeup.notify()
 
     async def guarded(self, work: Callable[[], Awaitable[T]], *, starts_from_nothing: bool = False) -> T:
-        """`work()`; when the rank is lost meanwhile, waits for its return, restores, and does it again.
-        `starts_from_nothing`: the work makes the very first state, there is none to restore."""
-        losses = 0
+        """`work()` on the trainer's state; when the rank is lost before or meanwhile, waits for its return, restores,
+        and does it (again). `starts_from_nothing`: the work makes the very first state, there is none to restore."""
+        failures = 0
         while True:
-            seen = self.times_back
+            while self.times_back < self.times_lost:
+                await self.wakeup.wait()
+            life, back = self.times_lost, self.times_back
             try:
-                if losses and not starts_from_nothing:
-                    await self._restore_from_journal()
+                if life != self.life:
+                    if not starts_from_nothing:
+                        await self._restore_from_journal()
+                    self.life = life
                 return await work()
             except RankLost:
-                losses += 1
-                if losses >= MAX_LOSSES_IN_ONE_STEP:
+                failures += 1
+                if failures >= MAX_LOSSES_IN_ONE_STEP:
                     raise
-                while self.times_back == seen:
+                while self.times_back == back:  # the loss may not have been reported yet
                     await self.wakeup.wait()
 
     async def _restore_from_journal(self) -> None:

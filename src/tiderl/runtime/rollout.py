@@ -135,6 +135,8 @@ class Rollout:
                 total_groups=self.total_groups,
                 global_batch_groups=self.buffer.batch_groups,
                 max_staleness=self.buffer.max_staleness,
+                counts=self.buffer.counts,
+                updates_done=self.buffer.updates_done,
             ),
         )
 
@@ -218,7 +220,8 @@ class Rollout:
             self.wakeup.notify()
 
     async def _finished(self, group: Group, member: Member, trajectory: Trajectory) -> None:
-        sha256 = await self.journal.ready(group, member, trajectory)
+        sha256 = await self.journal.store(trajectory)
+        self.journal.ready(group, member, sha256, self.buffer.updates_done)
         self._emit_finished(trajectory)
         if self.buffer.fill(group, member, trajectory, sha256, _now()):
             del self.group_tasks[group.prompt_id]

@@ -30,6 +30,7 @@ from tiderl.runtime.training import Training
 from tiderl.runtime.wakeup import Wakeup
 from tiderl.runtime.warmup import warm_start
 from tiderl.schedule.signals import ReadinessSignals
+from tiderl.schedule.staleness import NO_DEADLINE, deadline
 from tiderl.schedule.strategy import Strategy
 
 
@@ -179,6 +180,7 @@ class Run:
             batch_groups=settings.global_batch_groups,
             max_staleness=settings.max_staleness,
             consumption=self.strategy.consumption,
+            counts=settings.staleness_counts,
             signals=ReadinessSignals(settings.micro_batch_tokens),
         )
         journal = Journal(ports.ledger, ports.blobs)
@@ -237,6 +239,8 @@ class Run:
             self._emit(RankLostEvent(t_s=_now(), rank=change.rank, reason=change.reason, tasks=tasks))
             for replica in replicas:
                 loops.publisher.lost(replica)
+            if change.rank == loops.training.rank:
+                loops.restorer.lost()
 
     def _emit(self, event: Event) -> None:
         self.ports.recorder.emit(event)
@@ -281,7 +285,13 @@ class Loops:
         await self.ports.blobs.keep_only({sha256 for sha256 in redone | ready if sha256 is not None})
         await self.restorer.guarded(lambda: self.restorer.restore(recovered))
         for live in recovered.groups:
-            group, lost = await load_group(live, by_id, self.ports.blobs, self.settings.max_staleness)
+            group, lost = await load_group(
+                live,
+                by_id,
+                self.ports.blobs,
+                last_update=deadline(live.prompt.start_version, buffer.max_staleness, buffer.counts),
+                updates_done=buffer.updates_done,
+            )
             buffer.restore(group, asyncio.get_running_loop().time())
             for member in lost:
                 self.rollout.refill(group, member, "lost", 0)
@@ -322,10 +332,13 @@ class Loops:
         made."""
         if self.rollout.in_flight or not self.training.waiting or self.training.stopping:
             return
-        if self.publisher.may_progress() or not all(self.publisher.up.values()) or self.buffer.choose():
+        if self.publisher.may_progress() or not all(self.publisher.up.values()) or self.training.may_go_on():
             return
-        groups = self.buffer.groups.values()
-        waiting = [f"prompt {g.prompt_id} (due by update {g.deadline + 1})" for g in groups if not g.ready]
+        waiting = [
+            f"prompt {g.prompt_id}" + ("" if g.deadline == NO_DEADLINE else f" (due by update {g.deadline + 1})")
+            for g in self.buffer.groups.values()
+            if not g.ready
+        ]
         raise DeadlockError(
             f"the trainer waits for update {self.buffer.updates_done + 1} with {len(self.buffer.ready_groups)} ready "
             f"groups of {self.buffer.batch_groups}; rollout is blocked by {self.rollout.blocked}; versions loaded: "

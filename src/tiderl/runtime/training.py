@@ -1,7 +1,9 @@
 """The consume loop: waits for a batch, drives reference and actor over its micro-batches, commits, publishes.
 
-Keeps I2 (commit before publish; a version is published once), I3 (checked on every batch), I7 (the plan depends on the
-batch alone, not on the order of arrival). Knows no tensors: log-probs pass through as arrays.
+Keeps I2 (commit before publish; a version is published once), I3 (checked on every group before it is computed), I7 (an
+update is the sum over its micro-batches, divided once, so it does not matter which group came when). Where the trainer
+has a rank of its own it starts on the first ready groups and takes the others as they come (gated bursts: whenever it
+is free, everything that is ready). Knows no tensors: log-probs pass through as arrays.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,7 +30,7 @@ from tiderl.data.events import (
 )
 from tiderl.data.records import MicroBatch, UpdateStats
 from tiderl.data.records import Sequence as TrainSequence
-from tiderl.data.settings import RunSettings
+from tiderl.data.settings import RunSettings, StalenessCounts
 from tiderl.runtime.buffer import Buffer, Group
 from tiderl.runtime.journal import Journal
 from tiderl.runtime.ports import Ports
@@ -45,6 +47,10 @@ class Staleness:
     maximum: int
     mean_tokens: float
     window_maximum: int
+
+    def counted(self, counts: StalenessCounts) -> int:
+        """The largest by the run's declared definition: what the bound holds for."""
+        return self.maximum if counts == "oldest_token" else self.window_maximum
 
 
 def batch_staleness(batch: Sequence[Group], update: int) -> Staleness:
@@ -86,16 +92,35 @@ def plan_update(
     parts: list[list[MicroBatch]] = []
     index = 0
     for part, which in enumerate(split_parts(len(batch), steps_per_batch)):
-        sequences: list[TrainSequence] = [s for i in which for s in batch[i].sequences()]
-        shaped = shape_micro_batches([s.tokens for s in sequences], micro_batch_tokens)
-        parts.append(
-            [
-                MicroBatch(update, part, index + offset, tuple(sequences[i] for i in chosen))
-                for offset, chosen in enumerate(shaped)
-            ]
-        )
-        index += len(shaped)
+        parts.append(plan_micro_batches(update, part, index, [batch[i] for i in which], micro_batch_tokens))
+        index += len(parts[-1])
     return parts
+
+
+def plan_micro_batches(
+    update: int, part: int, first_index: int, groups: Sequence[Group], micro_batch_tokens: int
+) -> list[MicroBatch]:
+    """The groups' sequences as micro-batches, numbered from `first_index`."""
+    sequences: list[TrainSequence] = [s for group in groups for s in group.sequences()]
+    shaped = shape_micro_batches([s.tokens for s in sequences], micro_batch_tokens)
+    return [
+        MicroBatch(update, part, first_index + offset, tuple(sequences[i] for i in chosen))
+        for offset, chosen in enumerate(shaped)
+    ]
+
+
+@dataclass
+class StreamedUpdate:
+    """An update that computes groups as they come."""
+
+    number: int
+    batch: list[Group] = field(default_factory=list)
+    micro_batches: list[MicroBatch] = field(default_factory=list)
+    computed: int = 0
+    """Of the micro-batches, on the trainer's state of life `life`."""
+    life: int | None = None
+    busy_s: float = 0.0
+    waited_s: float = 0.0
 
 
 class Training:
@@ -115,6 +140,11 @@ class Training:
         self.wakeup, self.emit, self.settings = wakeup, emit, settings
         self.rank = cluster.actors[0].rank
         self.shared_replicas = [r for r, ranks in cluster.engine_ranks.items() if self.rank in ranks]
+        # A shared rank would stop generating for every burst. With several optimizer steps, the proximal policy of the
+        # later ones is the model before the first, so all must have come before it.
+        self.streams = (
+            buffer.consumption != "whole_batch" and not self.shared_replicas and settings.steps_per_batch == 1
+        )
         self.restorer = TrainerRestorer(ports, self._redo, wakeup, emit)
         self.reported_updates = 0
         """The newest update whose commit is among the events."""
@@ -124,13 +154,10 @@ class Training:
     async def run(self, committed: Callable[[int, Sequence[Group]], Awaitable[None]]) -> None:
         """All updates of the run, or until `stop`. `committed(update, batch)`: publishing, and what else follows."""
         while self.buffer.updates_done < self.settings.updates:
-            since = _now()
-            batch = await self._next_batch()
-            if batch is None:
-                return
             update = self.buffer.updates_done + 1
-            self._emit_step(update, batch, _now() - since)
-            await self.consume(update, batch)
+            batch = await (self._stream(update) if self.streams else self._whole(update))
+            if not batch:
+                return
             await committed(update, batch)
 
     def stop(self) -> None:
@@ -138,30 +165,40 @@ class Training:
         self.stopping = True
         self.wakeup.notify()
 
-    async def _next_batch(self) -> list[Group] | None:
+    def may_go_on(self) -> bool:
+        """True while there is something that the running or the next update can take."""
+        return bool(self._available())
+
+    def _available(self) -> list[Group]:
+        return self.buffer.more() if self.streams else self.buffer.choose()
+
+    async def _next_groups(self) -> tuple[list[Group], float]:
+        """Groups to compute, none when the run is to stop; and the seconds waited for them."""
+        since = _now()
+        groups = self._available()
+        if groups and not self.stopping:
+            return groups, 0.0
         self._activity("waiting_data")
         self.waiting = True
         self.wakeup.notify()  # the rollout loop looks for a deadlock, which there is only while the trainer waits
         try:
             while not self.stopping:
-                batch = self.buffer.choose()
-                if batch is not None:
-                    return batch
+                groups = self._available()
+                if groups:
+                    return groups, _now() - since
                 await self.wakeup.wait()
-            return None
+            return [], _now() - since
         finally:
             self.waiting = False
 
-    async def consume(self, update: int, batch: Sequence[Group]) -> None:
-        """One update: compute, one optimizer step per part, commit. Raises `InvariantViolation` before a stale token
-        is trained."""
+    async def _whole(self, update: int) -> list[Group]:
+        """One update over a batch that is complete before it begins; none when the run is to stop."""
+        batch, waited_s = await self._next_groups()
+        if not batch:
+            return []
         started = _now()
-        staleness = batch_staleness(batch, update)
-        if staleness.maximum > self.settings.max_staleness:
-            raise InvariantViolation(
-                f"update {update} would train a token {staleness.maximum} updates old, the bound is "
-                f"{self.settings.max_staleness} (I3)"
-            )
+        self._emit_step(update, batch, waited_s)
+        self._check_staleness(update, batch)
         await self._take_rank()
         self._activity("training")
         try:
@@ -169,7 +206,63 @@ class Training:
         finally:
             await self._give_rank_back()
         await self.journal.commit(update, batch)
-        self._emit_committed(update, batch, staleness, stats, _now() - started)
+        self._consumed(update, batch, stats, waited_s, _now() - started)
+        return batch
+
+    async def _stream(self, update: int) -> list[Group]:
+        """One update that computes groups as they become ready; none when the run is to stop. What an update that is
+        given up had taken stays in the books, ready: no weight has changed."""
+        step = StreamedUpdate(update)
+        while len(step.batch) < self.settings.global_batch_groups:
+            groups, waited_s = await self._next_groups()
+            if not groups:
+                return []
+            started = _now()
+            step.waited_s += waited_s
+            self._check_staleness(update, groups)
+            if not step.batch:
+                self._emit_step(update, groups, waited_s)
+            self._activity("training")
+            self.buffer.take(groups)
+            step.batch += groups
+            first = len(step.micro_batches)
+            step.micro_batches += plan_micro_batches(update, 0, first, groups, self.settings.micro_batch_tokens)
+            self._emit_formed(step.micro_batches[first:])
+            await self.restorer.guarded(lambda: self._compute_streamed(step))
+            step.busy_s += _now() - started
+        started = _now()
+        stats = await self.restorer.guarded(lambda: self._finish_streamed(step))
+        await self.journal.commit(update, step.batch)
+        self._consumed(update, step.batch, [stats], step.waited_s, step.busy_s + _now() - started)
+        return step.batch
+
+    async def _compute_streamed(self, step: StreamedUpdate) -> None:
+        """What is planned and not computed; after a loss of the rank, all of it."""
+        if step.life != self.restorer.life:
+            await self.cluster.update.begin(step.number, [self.cluster.actors[0].rank])
+            step.life, step.computed = self.restorer.life, 0
+        for mb in step.micro_batches[step.computed :]:
+            await self._micro_batch(mb)
+            step.computed += 1
+
+    async def _finish_streamed(self, step: StreamedUpdate) -> UpdateStats:
+        await self._compute_streamed(step)
+        return await self.cluster.update.finish()
+
+    def _check_staleness(self, update: int, batch: Sequence[Group]) -> None:
+        """Raises `InvariantViolation` before a stale token is trained."""
+        stale = batch_staleness(batch, update).counted(self.settings.staleness_counts)
+        if stale > self.settings.max_staleness:
+            raise InvariantViolation(
+                f"update {update} would train what is {stale} updates old by {self.settings.staleness_counts}, the "
+                f"bound is {self.settings.max_staleness} (I3)"
+            )
+
+    def _consumed(
+        self, update: int, batch: Sequence[Group], stats: Sequence[UpdateStats], waited_s: float, seconds: float
+    ) -> None:
+        """The update is committed."""
+        self._emit_committed(update, batch, stats, waited_s, seconds)
         self.buffer.consume(batch)
         self.wakeup.notify()
 
@@ -179,16 +272,11 @@ class Training:
         started = _now()
         stats = await self._compute(update, batch)
         if update > self.reported_updates:
-            self._emit_committed(update, batch, batch_staleness(batch, update), stats, _now() - started)
+            self._emit_committed(update, batch, stats, 0.0, _now() - started)
 
     async def _compute(self, update: int, batch: Sequence[Group]) -> list[UpdateStats]:
         parts = plan_update(update, batch, self.settings.steps_per_batch, self.settings.micro_batch_tokens)
-        for mb in (mb for part in parts for mb in part):
-            self.emit(
-                MicrobatchFormed(
-                    t_s=_now(), update=update, index=mb.index, sequences=len(mb.sequences), tokens=mb.tokens
-                )
-            )
+        self._emit_formed([mb for part in parts for mb in part])
         actor, stats = self.cluster.actors[0], []
         if len(parts) > 1:
             for mb in (mb for part in parts for mb in part):
@@ -248,21 +336,27 @@ class Training:
             )
         )
 
+    def _emit_formed(self, micro_batches: Sequence[MicroBatch]) -> None:
+        for mb in micro_batches:
+            self.emit(
+                MicrobatchFormed(
+                    t_s=_now(), update=mb.update, index=mb.index, sequences=len(mb.sequences), tokens=mb.tokens
+                )
+            )
+
     def _emit_committed(
-        self,
-        update: int,
-        batch: Sequence[Group],
-        staleness: Staleness,
-        stats: Sequence[UpdateStats],
-        seconds: float,
+        self, update: int, batch: Sequence[Group], stats: Sequence[UpdateStats], waited_s: float, seconds: float
     ) -> None:
         self.reported_updates = update
+        staleness = batch_staleness(batch, update)
         trajectories = [t for group in batch for t in group.trajectories()]
         metrics = combined_metrics([s.metrics for s in stats])
         self.emit(
             UpdateCommitted(
                 t_s=_now(),
                 update=update,
+                prompt_ids=tuple(group.prompt_id for group in batch),
+                waited_s=waited_s,
                 groups=len(batch),
                 trajectories=len(trajectories),
                 loss_tokens=sum(t.loss_tokens for t in trajectories),

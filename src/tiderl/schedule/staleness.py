@@ -1,18 +1,28 @@
-"""Who may start and what may be consumed, so that no token is ever trained more than η updates old (I3).
+"""Who may start and what may be consumed, so that consumed staleness never exceeds the bound η (I3).
 
-Updates are counted from 0 here: `updates_done` = u means that update u (the u+1-st) is the next. A group that starts
-on a replica with loaded version v must be consumed by update index d = v + η, its deadline. Two rules together keep
-the Hall condition  #{unconsumed started, d ≤ u'} ≤ (u' − u + 1)·B  for every u' ≥ u, with B groups an update:
+Updates are counted from 0 here: `updates_done` = u means that update u (the u+1-st) is the next. Two definitions:
 
+`oldest_token` (strict). A group that starts on a replica with loaded version v must be consumed by update index
+d = v + η, its deadline. Two rules keep the Hall condition, with B groups an update of which k are taken already:
+#{started, not consumed, not taken, d ≤ u'} ≤ (u' − u + 1)·B − k  for every u' ≥ u.
 * start: only while groups started and not dropped < (η + 1 + v)·B  (the token bucket of AReaL, arXiv 2505.24298);
-* consume: the first B ready groups by (deadline, id), unless this spends a slot that an unready group with an earlier
-  deadline needs. Taking the oldest ready groups without this check breaks the bound on heavy tails.
+* consume: ready groups by (deadline, id), each only if the condition still holds afterwards, so that no slot of this
+  update goes to a younger group while an unready one needs it. Oldest ready first without this check breaks the bound.
+
+`window`. In flight + ready stays within (η + 1)·B groups, and the oldest ready is consumed first: then at most
+(η + 1)·B − 1 groups are ahead of one that became ready, and it waits at most η updates. Trajectories go on over new
+weights; each token keeps its version, and the loss weights it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+from tiderl.data.settings import StalenessCounts
+
+NO_DEADLINE = -1
+"""Under `window` no update is the last that may consume a group: its wait counts from when it is ready."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +35,21 @@ class StartView:
     """What all updates of the run will consume together."""
     global_batch_groups: int
     max_staleness: int
+    counts: StalenessCounts = "oldest_token"
+    updates_done: int = 0
+    """Counts for `window` alone."""
 
 
 def starts_allowed(view: StartView, version: int) -> int:
     """How many more groups may start on a replica with this loaded version."""
-    bucket = (view.max_staleness + 1 + version) * view.global_batch_groups
+    since = version if view.counts == "oldest_token" else view.updates_done
+    bucket = (view.max_staleness + 1 + since) * view.global_batch_groups
     return max(0, min(bucket, view.total_groups) - view.started_groups)
 
 
-def deadline(start_version: int, max_staleness: int) -> int:
-    """The last update index (from 0) that may consume a group started at this version."""
-    return start_version + max_staleness
+def deadline(start_version: int, max_staleness: int, counts: StalenessCounts = "oldest_token") -> int:
+    """The last update index (from 0) that may consume a group started at this version; `NO_DEADLINE` under `window`."""
+    return start_version + max_staleness if counts == "oldest_token" else NO_DEADLINE
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,45 @@ def choose_batch(
     return tuple(prompt_id for _, prompt_id in batch)
 
 
+def choose_more(
+    groups: Sequence[GroupView], taken: Collection[int], updates_done: int, batch_groups: int, max_staleness: int
+) -> tuple[int, ...]:
+    """The prompt ids that a streaming trainer may take now for this update, of which it has `taken` some, earliest
+    deadline first; none: wait. The same condition as `choose_batch`, group by group: it may take the first ready group
+    as soon as the unready ones with earlier deadlines have slots enough without it."""
+    untaken = [g for g in groups if g.prompt_id not in taken]
+    horizons = range(updates_done, updates_done + max_staleness + 1)
+    slack = [
+        (horizon - updates_done + 1) * batch_groups - len(taken) - sum(g.deadline <= horizon for g in untaken)
+        for horizon in horizons
+    ]
+    chosen: list[int] = []
+    for due, prompt_id in sorted((g.deadline, g.prompt_id) for g in untaken if g.ready):
+        before_due = slack[: max(0, due - updates_done)]
+        if len(taken) + len(chosen) == batch_groups or min(before_due, default=1) < 1:
+            break  # a later deadline has these horizons before it too
+        chosen.append(prompt_id)
+        for index in range(len(before_due)):
+            slack[index] -= 1
+    return tuple(chosen)
+
+
+@dataclass(frozen=True, order=True)
+class ReadyView:
+    """A ready group, in the order of `window`: longest ready first."""
+
+    ready_update: int
+    """Updates done when it became ready."""
+    ready_s: float
+    prompt_id: int
+
+
+def choose_oldest_ready(ready: Sequence[ReadyView], taken: Collection[int], batch_groups: int) -> tuple[int, ...]:
+    """The prompt ids that may be consumed now under `window`, of the `batch_groups` of which some are `taken`."""
+    untaken = sorted(group for group in ready if group.prompt_id not in taken)
+    return tuple(group.prompt_id for group in untaken[: batch_groups - len(taken)])
+
+
 def choose_whole_batch(groups: Sequence[GroupView], batch_groups: int) -> tuple[int, ...] | None:
     """The first B groups in order of start, once all of them are ready; or None: wait."""
     first = sorted(groups, key=lambda g: g.prompt_id)[:batch_groups]
@@ -71,10 +124,19 @@ def choose_whole_batch(groups: Sequence[GroupView], batch_groups: int) -> tuple[
     return tuple(g.prompt_id for g in first)
 
 
-def hall_violation(groups: Sequence[GroupView], updates_done: int, batch_groups: int, max_staleness: int) -> int | None:
+def hall_violation(
+    groups: Sequence[GroupView],
+    updates_done: int,
+    batch_groups: int,
+    max_staleness: int,
+    taken: Collection[int] = (),
+) -> int | None:
     """The first update index by which more groups fall due than can be consumed, or None. Always None by the rules
     above."""
+    untaken = [g for g in groups if g.prompt_id not in taken]
     for horizon in range(updates_done - 1, updates_done + max_staleness + 1):
-        if sum(g.deadline <= horizon for g in groups) > (horizon - updates_done + 1) * batch_groups:
+        # Before the next update there are no slots, and what is taken has left them already.
+        slots = (horizon - updates_done + 1) * batch_groups - (len(taken) if horizon >= updates_done else 0)
+        if sum(g.deadline <= horizon for g in untaken) > slots:
             return horizon
     return None

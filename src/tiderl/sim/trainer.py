@@ -66,10 +66,12 @@ class SimUpdate:
         self._on, self._actor, self._cost = rank, actor, cost
         self._running: int | None = None
         self._updates_done = 0
+        self._empty = False  # after a loss, until `restore`: a model that nobody trained
         self._checkpoints = saved
 
     async def warm_up(self, demos: Sequence[TrainSequence], updates: int, lr: float) -> dict[str, float]:
         """`updates` steps, each over all of `demos`. Nothing is learned, so no metric comes back."""
+        self._empty = False
         tokens = sum(demo.tokens for demo in demos)
         if updates:
             await self._on.work(updates * (tokens * self._cost.actor_token_s + self._cost.optimizer_s))
@@ -77,14 +79,19 @@ class SimUpdate:
 
     def lose(self) -> None:
         """The rank's process died: the running update is gone, checkpoints are not."""
-        self._running = None
+        self._running, self._empty = None, True
         self._actor.forwarded.clear()
+
+    def _require_state(self) -> None:
+        if self._empty:
+            raise InvariantViolation("the rank came back empty and was not restored", where=f"rank {self._actor.rank}")
 
     async def begin(self, update: int, members: Sequence[int]) -> None:
         if list(members) != [self._actor.rank]:
             raise ConfigurationError(
                 f"an update over the ranks {list(members)} is not yet supported", where=f"update {update}"
             )
+        self._require_state()
         if self._running is not None:
             raise InvariantViolation(f"update {update} begins within update {self._running}")
         self._running = update
@@ -102,6 +109,7 @@ class SimUpdate:
         return UpdateStats(metrics=dict(metrics), seconds=self._cost.optimizer_s)
 
     async def export(self, version: int) -> WeightHandle:
+        self._require_state()
         await self._on.work(self._cost.publish_s)
         return WeightHandle(version=version, path=f"version-{version}", nbytes=self._cost.weight_bytes)
 
@@ -110,6 +118,7 @@ class SimUpdate:
         self._on.require()
 
     async def save(self, directory: str) -> None:
+        self._require_state()
         await self._on.work(self._cost.checkpoint_s)
         self._checkpoints[directory] = self._updates_done
 
@@ -119,6 +128,7 @@ class SimUpdate:
             raise CheckpointError("there is no checkpoint", where=directory)
         await self._on.work(self._cost.checkpoint_s)
         self._updates_done, self._running = self._checkpoints[directory], None
+        self._empty = False
         self._actor.forwarded.clear()
 
     async def save_model(self, directory: str) -> None:

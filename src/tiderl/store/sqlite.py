@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tiderl.data.errors import CheckpointError, TideError
+from tiderl.data.spans import span
 from tiderl.runtime.ports import CheckpointRow, LedgerRow, PromptRow, Replay, TrajectoryRow, VersionRow
 from tiderl.store.rules import check_append, check_commit, check_once, check_trajectory
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LINGER_S = 0.02
 """Rows that come within this time share a transaction, unless somebody waits: one each would cost twice as much."""
 CACHE_KIB = 512
@@ -37,7 +38,7 @@ CREATE TABLE IF NOT EXISTS prompts(
 CREATE TABLE IF NOT EXISTS trajectories(
     id INTEGER PRIMARY KEY, prompt_id INTEGER NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL,
     status TEXT NOT NULL CHECK (status IN ('running', 'ready', 'trained', 'dropped')),
-    reason TEXT, update_no INTEGER, sha256 TEXT);
+    reason TEXT, update_no INTEGER, sha256 TEXT, ready_update INTEGER);
 CREATE TABLE IF NOT EXISTS updates(update_no INTEGER PRIMARY KEY, trajectory_ids TEXT NOT NULL, checkpoint TEXT);
 CREATE TABLE IF NOT EXISTS versions(version INTEGER PRIMARY KEY, update_no INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS checkpoints(checkpoint TEXT PRIMARY KEY, update_no INTEGER NOT NULL);
@@ -66,7 +67,9 @@ class Journal:
         self._db.execute("PRAGMA fullfsync=1")  # macOS: a sync that reaches the disk; nothing elsewhere
         self._db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
         self._db.executescript(TABLES)
-        self._db.execute("INSERT OR IGNORE INTO meta VALUES('schema_version', ?)", (str(SCHEMA_VERSION),))
+        if not any(column[1] == "ready_update" for column in self._db.execute("PRAGMA table_info(trajectories)")):
+            self._db.execute("ALTER TABLE trajectories ADD COLUMN ready_update INTEGER")  # a journal of schema 1
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES('schema_version', ?)", (str(SCHEMA_VERSION),))
 
     def _refuse_newer(self) -> None:
         found = self._db.execute("SELECT value FROM meta WHERE key='schema_version'").fetchone()
@@ -139,7 +142,7 @@ class Journal:
         if isinstance(row, TrajectoryRow):
             found = self._db.execute(f"{_SELECT_TRAJECTORY} WHERE id=?", (row.id,)).fetchone()
             check_trajectory(None if found is None else TrajectoryRow(*found), row)
-            self._db.execute("INSERT OR REPLACE INTO trajectories VALUES(?, ?, ?, ?, ?, ?, ?, ?)", astuple(row))
+            self._db.execute("INSERT OR REPLACE INTO trajectories VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)", astuple(row))
         elif isinstance(row, PromptRow):
             found = self._db.execute(f"{_SELECT_PROMPT} WHERE prompt_id=?", (row.prompt_id,)).fetchone()
             check_once(None if found is None else PromptRow(found[0], found[1], int(found[2]), found[3]), row)
@@ -155,7 +158,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        with self._translated():
+        with span("journal"), self._translated():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -174,7 +177,9 @@ class Journal:
 
 
 _SELECT_PROMPT = "SELECT prompt_id, task_id, seed, start_version FROM prompts"
-_SELECT_TRAJECTORY = "SELECT id, prompt_id, member, attempt, status, reason, update_no, sha256 FROM trajectories"
+_SELECT_TRAJECTORY = (
+    "SELECT id, prompt_id, member, attempt, status, reason, update_no, sha256, ready_update FROM trajectories"
+)
 _SELECT_VERSION = "SELECT version, update_no FROM versions"
 
 
