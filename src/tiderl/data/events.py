@@ -27,6 +27,7 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
     group_size: int
     max_staleness: int
     staleness_counts: str
+    engine_ranks: tuple[tuple[int, ...], ...] = ()  # by replica
     resumed_from_update: int = 0
 
 
@@ -64,6 +65,7 @@ class TurnFinished(Event, frozen=True, kw_only=True, tag="turn_finished"):
     queued_s: float
     prefill_s: float
     decode_s: float
+    recompute_s: float = 0.0  # of decode_s, on context that was void
 
 
 class EnvStepFinished(Event, frozen=True, kw_only=True, tag="env_step_finished"):
@@ -202,9 +204,9 @@ class RankState(Event, frozen=True, kw_only=True, tag="rank_state"):
 
     rank: int
     role: str  # rollout | reference | actor
-    activity: (
-        str  # generating | idle_no_work | idle_staleness | waiting_data | training | loading | evaluating | stopped
-    )
+    activity: str
+    """rollout: generating, evaluating, loading, idle_no_work, idle_staleness, stopped. actor: waiting_data, reference,
+    training, publishing, checkpointing, restoring. A rank with both roles does the actor's while that is not waiting."""
 
 
 class RoleChanged(Event, frozen=True, kw_only=True, tag="role_changed"):

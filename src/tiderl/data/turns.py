@@ -52,6 +52,7 @@ class TurnResult(msgspec.Struct, frozen=True):
     queued_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    recompute_s: float = 0.0  # of decode_s, on context whose KV new weights or a preemption had made void
 
 
 class TurnFailure(msgspec.Struct, frozen=True):
@@ -76,6 +77,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     generated_tokens: int = 0  # since start
     prefilled_tokens: int = 0
     cached_tokens: int = 0
+    preemptions: int = 0  # turns that gave way to another's growth, and recomputed
+    offloaded_tokens: int = 0  # in host memory now, outside `resident_tokens`
     holders: tuple[str, ...] = ()  # tasks that hold KV, largest first, at most 8: for the blocked report
 
 

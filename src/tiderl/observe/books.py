@@ -98,17 +98,18 @@ class WaitBook:
         self.start_s: float | None = None
         self.rank_seconds = 0.0
         self.rollout_ranks: set[int] = set()
-        self._since: dict[int, tuple[float, str, str]] = {}
+        self._since: dict[int, tuple[float, str]] = {}
         self._acting: set[int] = set()
 
     def observe(self, event: RankState | RoleChanged) -> None:
+        if isinstance(event, RankState) and event.role != "rollout":
+            return
         self._settle(event.rank, event.t_s)
         if isinstance(event, RoleChanged):
             (self._acting.discard if event.to_role == "rollout" else self._acting.add)(event.rank)
             return
-        self._since[event.rank] = (event.t_s, event.role, event.activity)
-        if event.role == "rollout":
-            self.rollout_ranks.add(event.rank)
+        self._since[event.rank] = (event.t_s, event.activity)
+        self.rollout_ranks.add(event.rank)
 
     def forget(self) -> None:
         """A driver starts (again): what an earlier one's ranks did is over."""
@@ -123,8 +124,8 @@ class WaitBook:
     def _settle(self, rank: int, now_s: float) -> None:
         if rank not in self._since:
             return
-        since, role, activity = self._since[rank]
-        waits = role == "rollout" and activity in ROLLOUT_WAITS and rank not in self._acting
+        since, activity = self._since[rank]
+        waits = activity in ROLLOUT_WAITS and rank not in self._acting
         if waits and self.start_s is not None:
             self.rank_seconds += max(0.0, now_s - max(since, self.start_s))
-        self._since[rank] = (now_s, role, activity)
+        self._since[rank] = (now_s, activity)

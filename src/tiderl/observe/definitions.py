@@ -73,4 +73,9 @@ DEFINITIONS: Mapping[str, str] = {
         "of a mixture, by environment: trained, dropped, reward_first, reward_last (updates that held a group of it), "
         "eval_success_first, eval_success_last; empty for one environment"
     ),
+    "account": (
+        "rank-seconds by category from the first issued task to the last commit: useful_prefill, useful_decode, "
+        "useful_reference, useful_train, and the losses, each explained in `observe/account.py`; ranks x time in all"
+    ),
+    "account_total_rank_s": "the sum of the account, in rank-seconds",
 }

@@ -92,7 +92,7 @@ class LiveView:
 
     def line(self) -> str:
         """The state in one line."""
-        shown = self.metrics.summary()
+        shown = self.metrics.figures()
         return (
             f"update {self.metrics.updates}/{self.total_updates}  reward {number(self._reward())}  "
             f"held-out {fraction(shown['eval_success_last'])}  {number(shown['goodput_tokens_per_s'])} tok/s  "
@@ -104,7 +104,7 @@ class LiveView:
 
     def screen(self) -> RenderableType:
         """The state as a small table under a progress bar."""
-        shown = self.metrics.summary()
+        shown = self.metrics.figures()
         head = Table.grid(padding=(0, 2), expand=False)
         head.add_row(
             Text(f"{shown['strategy'] or 'starting'}", style="bold"),
@@ -118,7 +118,7 @@ class LiveView:
         return Group(head, table)
 
     def _rows(self) -> list[tuple[tuple[str, str], tuple[str, str]]]:
-        shown = self.metrics.summary()
+        shown = self.metrics.figures()
         faults = sum(self.metrics.faults.values()) + self.metrics.ranks_lost
         first, last = fraction(shown["eval_success_first"]), fraction(shown["eval_success_last"])
         return [

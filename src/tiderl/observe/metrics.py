@@ -26,6 +26,7 @@ from tiderl.data.events import (
     UpdateCommitted,
     VersionPublished,
 )
+from tiderl.observe.account import Account
 from tiderl.observe.books import IssueBook, WaitBook
 from tiderl.observe.curves import shares
 from tiderl.observe.environments import EnvironmentBook, eval_shares
@@ -67,10 +68,12 @@ class RunMetrics:
         self.issue = IssueBook()
         self.waits = WaitBook()
         self.environments = EnvironmentBook()
+        self.account = Account()
 
     def observe(self, event: Event) -> None:
         self.clock_s = max(self.clock_s, event.t_s)
         self.environments.observe(event)
+        self.account.observe(event)
         match event:
             case TurnFinished():
                 if event.split == "train":
@@ -138,7 +141,13 @@ class RunMetrics:
         return self.last_commit.t_s - self.first_issue_s
 
     def summary(self) -> dict[str, Any]:
-        """The figures by name, each defined in `definitions.py`. Plain JSON values; None where one has no meaning."""
+        """The figures and the account, by name, each defined in `definitions.py`."""
+        account = self.account.summary()
+        total = sum(account.values()) if account is not None else None
+        return {**self.figures(), "account": account, "account_total_rank_s": total}
+
+    def figures(self) -> dict[str, Any]:
+        """All but the account, which takes a moment. Plain JSON values; None where one has no meaning."""
         started, seconds = self.started, self.consuming_s
         goodput = _ratio(self.loss_tokens, seconds)
         curve = [[e.version, _success(e)] for e in self.evals]

@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from tiderl.data.errors import CheckpointError
 from tiderl.data.events import Event, Fault
@@ -41,9 +42,10 @@ class Checkpointer:
         *,
         every_updates: int,
         keep: int,
+        doing: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self.update, self.ledger, self.blobs, self.checkpoints, self.emit = update, ledger, blobs, checkpoints, emit
-        self.every_updates, self.keep = every_updates, keep
+        self.every_updates, self.keep, self.doing = every_updates, keep, doing
         self.kept: deque[tuple[int, str]] = deque()
         self.payloads: deque[tuple[int, Sequence[str]]] = deque()
         self.last_update = 0
@@ -73,7 +75,8 @@ class Checkpointer:
         loop = asyncio.get_running_loop()
         started, name = loop.time(), f"u{update:06d}"
         try:
-            await self.update.save(self.checkpoints.path(name))
+            with self.doing("checkpointing"):
+                await self.update.save(self.checkpoints.path(name))
         except CheckpointError as error:
             self.emit(Fault(t_s=loop.time(), where=f"checkpoint {name}", what=type(error).__name__))
             return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from tiderl.data.errors import CheckpointError, RankLost
@@ -33,8 +34,9 @@ class TrainerRestorer:
         redo: Callable[[int, Sequence[Group]], Awaitable[None]],
         wakeup: Wakeup,
         emit: Callable[[Event], None],
+        doing: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self.ports, self.redo, self.wakeup, self.emit = ports, redo, wakeup, emit
+        self.ports, self.redo, self.wakeup, self.emit, self.doing = ports, redo, wakeup, emit, doing
         self.times_lost = self.times_back = 0
         self.life = 0
         """Which life of the rank, counted by its losses, holds the trainer's state. A new one begins empty."""
@@ -78,13 +80,14 @@ class TrainerRestorer:
     async def restore(self, recovered: Recovered) -> None:
         """Afterwards the trainer is as after the last committed update. Raises `CheckpointError` when nothing can be
         read."""
-        await self.ports.checkpoints.keep_only([name for _, name in recovered.checkpoints])
-        for name in recovered.torn:
-            self._say_unusable(name)
-        restored = await self._restore_newest(recovered)
-        for number, rows in recovered.updates:
-            if number > restored:
-                await self.redo(number, await load_consumed(number, rows, self.ports.blobs))
+        with self.doing("restoring"):
+            await self.ports.checkpoints.keep_only([name for _, name in recovered.checkpoints])
+            for name in recovered.torn:
+                self._say_unusable(name)
+            restored = await self._restore_newest(recovered)
+            for number, rows in recovered.updates:
+                if number > restored:
+                    await self.redo(number, await load_consumed(number, rows, self.ports.blobs))
 
     async def _restore_newest(self, recovered: Recovered) -> int:
         checkpoints = self.ports.checkpoints

@@ -89,6 +89,7 @@ class Run:
                 group_size=settings.group_size,
                 max_staleness=settings.max_staleness,
                 staleness_counts=settings.staleness_counts,
+                engine_ranks=tuple(tuple(cluster.engine_ranks[replica]) for replica in sorted(cluster.engine_ranks)),
             )
         )
         outcome = "failed"
@@ -220,6 +221,7 @@ class Run:
             self._emit,
             every_updates=settings.checkpoint_every_updates,
             keep=settings.checkpoint_keep,
+            doing=training.doing,
         )
         return Loops(ports, settings, buffer, journal, evaluator, publisher, rollout, training, checkpointer)
 
@@ -314,7 +316,8 @@ class Loops:
             self.evaluator.begin(version)
             self.evaluations_due = version
         self.journal.published(version)
-        await self.restorer.guarded(lambda: self.publisher.publish(version))
+        with self.training.doing("publishing"):
+            await self.restorer.guarded(lambda: self.publisher.publish(version))
 
     async def _keep_candidate(self, version: int) -> None:
         """Saves the trainer's model, which is this version now and a later one when the evaluation is done."""

@@ -49,18 +49,12 @@ class TokenRecord:
     """The growing token record; parts are joined only when needed."""
 
     ids: list[np.ndarray] = field(default_factory=list)
-    masks: list[np.ndarray] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    versions: list[np.ndarray] = field(default_factory=list)
+    sampled: list[tuple[int, TurnResult]] = field(default_factory=list)  # where each begins
     length: int = 0
 
     def append_context(self, ids: np.ndarray) -> None:
-        count = len(ids)
         self.ids.append(ids)
-        self.masks.append(np.broadcast_to(np.False_, count))
-        self.logprobs.append(np.broadcast_to(np.float32(0.0), count))
-        self.versions.append(np.broadcast_to(np.int32(-1), count))
-        self.length += count
+        self.length += len(ids)
 
     def append_sampled(self, result: TurnResult) -> None:
         count = len(result.ids)
@@ -70,9 +64,7 @@ class TokenRecord:
                 where=f"task {result.task}",
             )
         self.ids.append(result.ids)
-        self.masks.append(np.broadcast_to(np.True_, count))
-        self.logprobs.append(result.logprobs)
-        self.versions.append(result.versions)
+        self.sampled.append((self.length, result))
         self.length += count
 
     def context(self) -> np.ndarray:
@@ -80,6 +72,15 @@ class TokenRecord:
         if len(self.ids) > 1:
             self.ids = [np.concatenate(self.ids)]
         return self.ids[0]
+
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Loss mask bool, log-probs float32, versions int32, each [length]: of context False, 0 and -1."""
+        loss_mask, logprobs = np.zeros(self.length, np.bool_), np.zeros(self.length, np.float32)
+        versions = np.full(self.length, -1, np.int32)
+        for start, result in self.sampled:
+            of_turn = slice(start, start + len(result.ids))
+            loss_mask[of_turn], logprobs[of_turn], versions[of_turn] = True, result.logprobs, result.versions
+        return loss_mask, logprobs, versions
 
 
 class TaskPlayer:
@@ -237,13 +238,14 @@ class TaskPlayer:
         raise AssertionError("unreachable")
 
     def _trajectory(self, reward: float, ending: Ending) -> Trajectory:
+        loss_mask, logprobs, versions = self.record.columns()
         return Trajectory(
             id=self.trajectory_id,
             key=self.key,
             ids=self.record.context(),
-            loss_mask=np.concatenate(self.record.masks),
-            logprobs=np.concatenate(self.record.logprobs),
-            versions=np.concatenate(self.record.versions),
+            loss_mask=loss_mask,
+            logprobs=logprobs,
+            versions=versions,
             turns=tuple(self.turns),
             reward=reward,
             success=reward > 0 if self.success is None else self.success,
@@ -269,6 +271,7 @@ class TaskPlayer:
                 queued_s=result.queued_s,
                 prefill_s=result.prefill_s,
                 decode_s=result.decode_s,
+                recompute_s=result.recompute_s,
             )
         )
 
@@ -316,13 +319,14 @@ async def play_expert(
                 break
     finally:
         await handle.close()
+    loss_mask, logprobs, versions = record.columns()
     return Trajectory(
         id=-1,
         key=key,
         ids=record.context(),
-        loss_mask=np.concatenate(record.masks),
-        logprobs=np.concatenate(record.logprobs),
-        versions=np.concatenate(record.versions),
+        loss_mask=loss_mask,
+        logprobs=logprobs,
+        versions=versions,
         turns=tuple(turns),
         reward=reward,
         success=reward > 0 if success is None else success,

@@ -9,8 +9,8 @@ is free, everything that is ready). Knows no tensors: log-probs pass through as 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,7 +65,7 @@ def batch_staleness(batch: Sequence[Group], update: int) -> Staleness:
     )
 
 
-SUMMED = ("tokens", "loss_tokens", "logprob_gap_tokens")
+SUMMED = ("tokens", "computed_tokens", "loss_tokens", "logprob_gap_tokens")
 LARGEST = ("logprob_gap_max",)
 GAP_MEAN, GAP_TOKENS = "logprob_gap_mean", "logprob_gap_tokens"
 
@@ -145,7 +145,8 @@ class Training:
         self.streams = (
             buffer.consumption != "whole_batch" and not self.shared_replicas and settings.steps_per_batch == 1
         )
-        self.restorer = TrainerRestorer(ports, self._redo, wakeup, emit)
+        self._doing = ""
+        self.restorer = TrainerRestorer(ports, self._redo, wakeup, emit, self.doing)
         self.reported_updates = 0
         """The newest update whose commit is among the events."""
         self.waiting = False
@@ -178,7 +179,7 @@ class Training:
         groups = self._available()
         if groups and not self.stopping:
             return groups, 0.0
-        self._activity("waiting_data")
+        self._do("waiting_data")
         self.waiting = True
         self.wakeup.notify()  # the rollout loop looks for a deadlock, which there is only while the trainer waits
         try:
@@ -200,11 +201,13 @@ class Training:
         self._emit_step(update, batch, waited_s)
         self._check_staleness(update, batch)
         await self._take_rank()
-        self._activity("training")
+        self._do("training")
         try:
             stats = await self.restorer.guarded(lambda: self._compute(update, batch))
         finally:
             await self._give_rank_back()
+            if self.shared_replicas:
+                self._do("waiting_data")
         await self.journal.commit(update, batch)
         self._consumed(update, batch, stats, waited_s, _now() - started)
         return batch
@@ -222,7 +225,7 @@ class Training:
             self._check_staleness(update, groups)
             if not step.batch:
                 self._emit_step(update, groups, waited_s)
-            self._activity("training")
+            self._do("training")
             self.buffer.take(groups)
             step.batch += groups
             first = len(step.micro_batches)
@@ -293,7 +296,8 @@ class Training:
         ref_logprobs = None
         started = _now()
         if self.settings.uses_reference:
-            ref_logprobs = await self.cluster.references[0].logprobs(mb)
+            with self.doing("reference"):
+                ref_logprobs = await self.cluster.references[0].logprobs(mb)
             self.emit(ReferenceDone(t_s=_now(), update=mb.update, index=mb.index, seconds=_now() - started))
         started = _now()
         await actor.forward(mb)
@@ -317,9 +321,22 @@ class Training:
         if self.shared_replicas:
             self.emit(RoleChanged(t_s=_now(), rank=self.rank, from_role="actor", to_role="rollout"))
 
-    def _activity(self, activity: str) -> None:
-        if not self.shared_replicas:
-            self.emit(RankState(t_s=_now(), rank=self.rank, role="actor", activity=activity))
+    @contextmanager
+    def doing(self, activity: str) -> Iterator[None]:
+        """The trainer does this meanwhile, and what it did before afterwards. Within a restore all is restoring."""
+        before = self._doing
+        if before != "restoring":
+            self._do(activity)
+        try:
+            yield
+        finally:
+            self._do(before or "waiting_data")
+
+    def _do(self, activity: str) -> None:
+        if activity != self._doing:
+            self._doing = activity
+            if activity:
+                self.emit(RankState(t_s=_now(), rank=self.rank, role="actor", activity=activity))
 
     def _emit_step(self, update: int, batch: Sequence[Group], waited_s: float) -> None:
         ready = self.buffer.ready_groups
