@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tiderl.api import load_run, simulate, train
+    from tiderl.api import compare, load_run, simulate, train
     from tiderl.data.records import Observation, Prompt, Step
     from tiderl.envs.base import Environment
     from tiderl.schedule.strategy import Strategy
@@ -20,12 +20,13 @@ _HOMES = {
     "Prompt": "tiderl.data.records",
     "Step": "tiderl.data.records",
     "Strategy": "tiderl.schedule.strategy",
+    "compare": "tiderl.api",
     "load_run": "tiderl.api",
     "simulate": "tiderl.api",
     "train": "tiderl.api",
 }
 
-__all__ = ["Environment", "Observation", "Prompt", "Step", "Strategy", "load_run", "simulate", "train"]
+__all__ = ["Environment", "Observation", "Prompt", "Step", "Strategy", "compare", "load_run", "simulate", "train"]
 __version__ = "0.1.0"
 
 

@@ -26,6 +26,7 @@ def started(ranks: int = 2) -> RunStarted:
     return RunStarted(
         t_s=0.0, strategy="areal", seed=0, ranks=ranks, replicas=1, updates=1, global_batch_groups=1, group_size=1,
         max_staleness=1, staleness_counts="oldest_token", engine_ranks=((0,),),
+        actor_ranks=tuple(range(1, ranks)) or (0,),
     )  # fmt: skip
 
 

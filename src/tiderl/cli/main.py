@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import typer
 
-from tiderl.cli import doctor, env, evaluation, export, init, run, show
+from tiderl.cli import compare, doctor, env, evaluation, export, init, run, show
 from tiderl.data.errors import ConfigurationError, RunStopped, TideError
 
 DONE, FAILED, BAD_USAGE, STOPPED = 0, 1, 2, 130
@@ -35,6 +35,7 @@ app = typer.Typer(
 )
 app.command()(run.train)
 app.command()(run.sim)
+app.command()(compare.compare)
 app.command("eval")(evaluation.evaluate)
 app.command()(export.export)
 app.command()(show.show)

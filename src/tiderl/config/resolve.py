@@ -74,11 +74,14 @@ class Resolved:
         if self.strategy.max_staleness is not None:
             found.append(f"{self.strategy.name} runs at a staleness of {self.strategy.max_staleness}")
         if self.layout.shared_ranks:
-            trains = self.layout.shared_ranks[0]
-            who = (
-                f"all {ranks} ranks generate, then rank {trains} alone trains" if ranks > 1 else "one rank takes turns"
-            )
-            found.append(f"{who}: data-parallel training is not built yet" if ranks > 1 else who)
+            trains = self.layout.actor_ranks
+            if ranks == 1:
+                found.append("one rank takes turns")
+            elif len(trains) == 1:
+                who = f"all {ranks} ranks generate, then rank {trains[0]} alone trains"
+                found.append(f"{who}: data-parallel training is not built yet")
+            else:
+                found.append(f"all {ranks} ranks generate, then all of them train")
         return tuple(found)
 
     @property
@@ -217,7 +220,8 @@ def _layout(loaded: Loaded, strategy: Strategy, command: Command) -> Layout:
         rollout = cluster.rollout_ranks
     else:
         rollout = ranks // 2 if command == "sim" else ranks - 1
-    actors = tuple(range(rollout, ranks)) or (ranks - 1,)
+    # All ranks generate: in virtual time all of them train too.
+    actors = tuple(range(rollout, ranks)) or (tuple(range(ranks)) if command == "sim" else (ranks - 1,))
     if command != "sim" and len(actors) > 1:
         raise loaded.refuse(
             "cluster.rollout_ranks",

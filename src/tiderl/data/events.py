@@ -28,6 +28,7 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
     max_staleness: int
     staleness_counts: str
     engine_ranks: tuple[tuple[int, ...], ...] = ()  # by replica
+    actor_ranks: tuple[int, ...] = ()  # that train together; the first one's states are those of all
     resumed_from_update: int = 0
 
 

@@ -105,6 +105,7 @@ class Account:
         self._spent = dict.fromkeys(CATEGORIES, 0.0)
         self._total = 0.0
         self._engine_ranks: tuple[tuple[int, ...], ...] = ()
+        self._actor_ranks: tuple[int, ...] = ()
         self._states: dict[tuple[int, str], list[tuple[float, str]]] = defaultdict(list)  # (rank, role): changes
         self._turns: dict[int, list[_Turn]] = defaultdict(list)  # by replica
         self._kept = 0
@@ -136,7 +137,7 @@ class Account:
 
     def _begin(self, event: RunStarted) -> None:
         """A driver starts (again): what an earlier one's ranks and tasks did is over."""
-        self.ranks, self._engine_ranks = event.ranks, event.engine_ranks
+        self.ranks, self._engine_ranks, self._actor_ranks = event.ranks, event.engine_ranks, event.actor_ranks
         for changes in self._states.values():
             changes.append((event.t_s, "stopped"))
         for members in self._groups.values():
@@ -219,17 +220,18 @@ class Account:
         assert since_s is not None
         if until_s <= since_s:
             return
-        actors = sorted(rank for rank, role in self._states if role == "actor")
         rollout = {rank for ranks in self._engine_ranks for rank in ranks}
+        shared = rollout & set(self._actor_ranks)
+        states = self._states.get((self._actor_ranks[0], "actor"), []) if self._actor_ranks else []
+        acting = intervals(states, since_s, until_s)
+        away = [(start, end) for start, end, activity in acting if activity != WAITING]
         for replica, ranks in enumerate(self._engine_ranks):
             for rank in ranks:
-                self._rollout_rank(replica, rank, since_s, until_s)
-        for rank in actors:
-            # The other ranks of a data-parallel trainer report through the first.
-            count = 1 if rank in rollout else self.ranks - len(rollout)
-            for start, end, activity in intervals(self._states[rank, "actor"], since_s, until_s):
-                if not (rank in rollout and activity == WAITING):
-                    self._spent[ACTING.get(activity, "restart")] += count * (end - start)
+                self._rollout_rank(replica, rank, away if rank in shared else [], since_s, until_s)
+        for start, end, activity in acting:
+            # A rank with both roles has the rollout's while the trainer waits.
+            count = len(self._actor_ranks) - (len(shared) if activity == WAITING else 0)
+            self._spent[ACTING.get(activity, "restart")] += count * (end - start)
         self._total += self.ranks * (until_s - since_s)
         self._until_s = until_s
         self._forget(until_s)
@@ -249,14 +251,11 @@ class Account:
                     _settle(self._spent, task)
                 del self._groups[group]
 
-    def _rollout_rank(self, replica: int, rank: int, since_s: float, until_s: float) -> None:
-        """Charges one rank of a replica, but for the time in which it acts as the trainer."""
+    def _rollout_rank(
+        self, replica: int, rank: int, trains: list[tuple[float, float]], since_s: float, until_s: float
+    ) -> None:
+        """Charges one rank of a replica, but for the time in which it `trains`."""
         states = intervals(self._states[rank, "rollout"], since_s, until_s)
-        trains = [
-            (start, end)
-            for start, end, activity in intervals(self._states.get((rank, "actor"), []), since_s, until_s)
-            if activity != WAITING
-        ]
         masked = [(start, end) for start, end, activity in states if activity in MASKED] + trains
         turns = [turn for turn in self._turns.get(replica, ()) if turn.queued_s < until_s]
         queued, started, decoding, ended = (

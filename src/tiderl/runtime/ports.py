@@ -177,7 +177,9 @@ class Cluster(Protocol):
     @property
     def references(self) -> Sequence[Reference]: ...
     @property
-    def actors(self) -> Sequence[Actor]: ...
+    def actors(self) -> Sequence[Actor]:
+        """One a rank; micro-batches go to the first, which divides the work among all of them."""
+
     @property
     def update(self) -> Update: ...
 

@@ -90,6 +90,7 @@ class Run:
                 max_staleness=settings.max_staleness,
                 staleness_counts=settings.staleness_counts,
                 engine_ranks=tuple(tuple(cluster.engine_ranks[replica]) for replica in sorted(cluster.engine_ranks)),
+                actor_ranks=tuple(actor.rank for actor in cluster.actors),
             )
         )
         outcome = "failed"
@@ -234,14 +235,14 @@ class Run:
                 self._emit(RankBack(t_s=_now(), rank=change.rank))
                 for replica in replicas:
                     loops.publisher.back(replica)
-                if change.rank == loops.training.rank:
+                if change.rank in loops.training.ranks:
                     loops.restorer.back()
                 continue
             tasks = sum(loops.rollout.training_tasks[r] + loops.rollout.eval_tasks[r] for r in replicas)
             self._emit(RankLostEvent(t_s=_now(), rank=change.rank, reason=change.reason, tasks=tasks))
             for replica in replicas:
                 loops.publisher.lost(replica)
-            if change.rank == loops.training.rank:
+            if change.rank in loops.training.ranks:
                 loops.restorer.lost()
 
     def _emit(self, event: Event) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from tiderl.data.errors import RankLost
+from tiderl.data.errors import InfrastructureFault, RankLost
 from tiderl.data.events import Event, Fault, VersionLoaded, VersionPublished
 from tiderl.data.records import WeightHandle
 from tiderl.runtime.ports import Cluster
@@ -17,6 +17,8 @@ from tiderl.runtime.wakeup import Wakeup
 from tiderl.schedule.strategy import AtNewVersion
 
 NOT_LOADED = -1
+MAX_FAILED_LOADS = 5
+"""Loads of one replica that fail in a row, its process alive, before the run ends: the weights themselves are bad."""
 
 
 class Publisher:
@@ -55,6 +57,7 @@ class Publisher:
     async def pull(self, replica: int) -> None:
         """The loop of one replica; runs until cancelled."""
         engine = self.cluster.engines[replica]
+        failed = 0
         while True:
             version = self._wanted(replica)
             if version is None:
@@ -67,7 +70,13 @@ class Publisher:
             except RankLost as fault:
                 self.emit(Fault(t_s=_now(), where="load_weights", what=type(fault).__name__))
                 self.suspect(replica, losses)
+            except InfrastructureFault as fault:  # they came in part, or no answer did: it still has what it had
+                self.emit(Fault(t_s=_now(), where="load_weights", what=type(fault).__name__))
+                failed += 1
+                if failed >= MAX_FAILED_LOADS:
+                    raise
             else:
+                failed = 0
                 if self.losses[replica] == losses and self.up[replica]:
                     self.loaded[replica] = version
                     self.emit(VersionLoaded(t_s=_now(), version=version, replica=replica, seconds=_now() - started))
@@ -101,8 +110,8 @@ class Publisher:
         newer = [version for version in (*self.pinned(), self.newest) if version > loaded and version in self.handles]
         if not newer or not self.up[replica] or self.held(replica, loaded):
             return None
-        if self.at_new_version == "barrier" and self.busy(replica):
-            return None
+        if self.at_new_version == "barrier" and loaded != NOT_LOADED and self.busy(replica):
+            return None  # an empty one loads at once: tasks that outlived its process wait for weights
         return min(newer)
 
     async def _discard_unread(self) -> None:

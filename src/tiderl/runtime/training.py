@@ -33,7 +33,7 @@ from tiderl.data.records import Sequence as TrainSequence
 from tiderl.data.settings import RunSettings, StalenessCounts
 from tiderl.runtime.buffer import Buffer, Group
 from tiderl.runtime.journal import Journal
-from tiderl.runtime.ports import Ports
+from tiderl.runtime.ports import Engine, Ports
 from tiderl.runtime.restore import TrainerRestorer
 from tiderl.runtime.wakeup import Wakeup
 from tiderl.schedule.pipeline import shape_micro_batches, split_parts
@@ -138,8 +138,11 @@ class Training:
         cluster = ports.cluster
         self.cluster, self.buffer, self.journal = cluster, buffer, journal
         self.wakeup, self.emit, self.settings = wakeup, emit, settings
-        self.rank = cluster.actors[0].rank
-        self.shared_replicas = [r for r, ranks in cluster.engine_ranks.items() if self.rank in ranks]
+        self.ranks = tuple(actor.rank for actor in cluster.actors)
+        self.shared_replicas = [r for r, ranks in cluster.engine_ranks.items() if set(self.ranks) & set(ranks)]
+        self.shared_ranks = [
+            rank for r in self.shared_replicas for rank in cluster.engine_ranks[r] if rank in self.ranks
+        ]
         # A shared rank would stop generating for every burst. With several optimizer steps, the proximal policy of the
         # later ones is the model before the first, so all must have come before it.
         self.streams = (
@@ -200,12 +203,10 @@ class Training:
         started = _now()
         self._emit_step(update, batch, waited_s)
         self._check_staleness(update, batch)
-        await self._take_rank()
         self._do("training")
         try:
             stats = await self.restorer.guarded(lambda: self._compute(update, batch))
         finally:
-            await self._give_rank_back()
             if self.shared_replicas:
                 self._do("waiting_data")
         await self.journal.commit(update, batch)
@@ -242,7 +243,7 @@ class Training:
     async def _compute_streamed(self, step: StreamedUpdate) -> None:
         """What is planned and not computed; after a loss of the rank, all of it."""
         if step.life != self.restorer.life:
-            await self.cluster.update.begin(step.number, [self.cluster.actors[0].rank])
+            await self.cluster.update.begin(step.number, self.ranks)
             step.life, step.computed = self.restorer.life, 0
         for mb in step.micro_batches[step.computed :]:
             await self._micro_batch(mb)
@@ -278,14 +279,22 @@ class Training:
             self._emit_committed(update, batch, stats, 0.0, _now() - started)
 
     async def _compute(self, update: int, batch: Sequence[Group]) -> list[UpdateStats]:
+        """On a rank that is taken for it, each time anew: one that was lost is back with an engine that generates."""
         parts = plan_update(update, batch, self.settings.steps_per_batch, self.settings.micro_batch_tokens)
         self._emit_formed([mb for part in parts for mb in part])
+        await self._take_rank()
+        try:
+            return await self._compute_parts(update, parts)
+        finally:
+            await self._give_rank_back()
+
+    async def _compute_parts(self, update: int, parts: Sequence[Sequence[MicroBatch]]) -> list[UpdateStats]:
         actor, stats = self.cluster.actors[0], []
         if len(parts) > 1:
             for mb in (mb for part in parts for mb in part):
                 await actor.forward(mb, proximal=True)
         for part in parts:
-            await self.cluster.update.begin(update, [actor.rank])
+            await self.cluster.update.begin(update, self.ranks)
             for mb in part:
                 await self._micro_batch(mb)
             stats.append(await self.cluster.update.finish())
@@ -308,18 +317,23 @@ class Training:
 
     async def _take_rank(self) -> None:
         """A rank that also holds an engine stops generating while it trains (I5)."""
-        for replica in self.shared_replicas:
-            with suppress(RankLost):  # then it holds nothing that could generate
-                await self.cluster.engines[replica].pause("keep")
-        if self.shared_replicas:
-            self.emit(RoleChanged(t_s=_now(), rank=self.rank, from_role="rollout", to_role="actor"))
+        await self._each_shared_engine(lambda engine: engine.pause("keep"))
+        for rank in self.shared_ranks:
+            self.emit(RoleChanged(t_s=_now(), rank=rank, from_role="rollout", to_role="actor"))
 
     async def _give_rank_back(self) -> None:
-        for replica in self.shared_replicas:
-            with suppress(RankLost):
-                await self.cluster.engines[replica].resume()
-        if self.shared_replicas:
-            self.emit(RoleChanged(t_s=_now(), rank=self.rank, from_role="actor", to_role="rollout"))
+        await self._each_shared_engine(lambda engine: engine.resume())
+        for rank in self.shared_ranks:
+            self.emit(RoleChanged(t_s=_now(), rank=rank, from_role="actor", to_role="rollout"))
+
+    async def _each_shared_engine(self, call: Callable[[Engine], Awaitable[None]]) -> None:
+        async def one(engine: Engine) -> None:
+            with suppress(RankLost):  # then it holds nothing that could generate
+                await call(engine)
+
+        async with asyncio.TaskGroup() as tasks:
+            for replica in self.shared_replicas:
+                tasks.create_task(one(self.cluster.engines[replica]), name=f"role of replica {replica}")
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
@@ -336,7 +350,7 @@ class Training:
         if activity != self._doing:
             self._doing = activity
             if activity:
-                self.emit(RankState(t_s=_now(), rank=self.rank, role="actor", activity=activity))
+                self.emit(RankState(t_s=_now(), rank=self.ranks[0], role="actor", activity=activity))
 
     def _emit_step(self, update: int, batch: Sequence[Group], waited_s: float) -> None:
         ready = self.buffer.ready_groups

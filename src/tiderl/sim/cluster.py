@@ -16,8 +16,9 @@ from tiderl.data.settings import EngineSettings
 from tiderl.runtime.ports import RankChange
 from tiderl.sim.engine import SimEngine
 from tiderl.sim.mixture import WorkloadMixture
-from tiderl.sim.ranks import SimRank
-from tiderl.sim.trainer import SimActor, SimReference, SimUpdate
+from tiderl.sim.ranks import SimRank, Team
+from tiderl.sim.trainer import ModelOnRank, SimActor, SimReference, SimUpdate
+from tiderl.sim.transfer import SimTransfer, TransferKind
 from tiderl.sim.workload import Workload
 
 
@@ -26,8 +27,8 @@ class SimCluster:
 
     `engine_ranks`: replica -> its ranks. `actor_ranks` train together and hold the reference when `with_reference`: the
     first of them speaks for all, and their work is divided evenly. Ranks are numbered from 0 without a hole.
-    `saved`: what earlier trainers of the run saved (folder -> update), to resume from.
-    Raises `ConfigurationError` for an impossible layout or a KV budget beyond memory.
+    `saved`: what earlier trainers of the run saved (folder -> update), to resume from. `weight_sync`: as in
+    `sim/transfer.py`. Raises `ConfigurationError` for an impossible layout or a KV budget beyond memory.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class SimCluster:
         *,
         with_reference: bool = True,
         saved: dict[str, int] | None = None,
+        weight_sync: TransferKind = "relay",
     ) -> None:
         _check_layout(engine_ranks, actor_ranks)
         if engine.kv_budget_tokens > cost.kv_capacity_tokens:
@@ -52,18 +54,23 @@ class SimCluster:
         hosts = {number: SimRank(number) for number in numbers}
         said: dict[TaskKey, tuple[int, int]] = {}
         self.ranks = len(hosts)
+        trains = hosts[actor_ranks[0]]
+        shared = cost.divided_among(len(actor_ranks))
+        transfer = SimTransfer(cost, trains, weight_sync)
         self.engine_ranks = {replica: tuple(engine_ranks[replica]) for replica in sorted(engine_ranks)}
         self._engines = {
-            replica: SimEngine(replica, [hosts[rank] for rank in ranks], cost, engine, workload.action_tokens, said)
+            replica: SimEngine(replica, [hosts[rank] for rank in ranks], cost, engine, workload, said, transfer)
             for replica, ranks in self.engine_ranks.items()
         }
         self.engines: Mapping[int, SimEngine] = self._engines
-        trains = hosts[actor_ranks[0]]
-        shared = cost.divided_among(len(actor_ranks))
-        actor = SimActor(trains, shared)
-        self.actors = (actor,)
-        self.references = (SimReference(trains, shared),) if with_reference else ()
-        self.update = SimUpdate(trains, actor, shared, {} if saved is None else saved)
+        model = ModelOnRank(shared)
+        self._team = team = Team(trains)
+        actor = SimActor(team, shared, model)
+        self.actors = (actor, *(SimActor(Team(hosts[rank]), shared, model) for rank in actor_ranks[1:]))
+        self.references = (SimReference(team, shared, model),) if with_reference else ()
+        self.update = SimUpdate(
+            team, actor, tuple(actor_ranks), shared, {} if saved is None else saved, transfer.publish_s
+        )
         self._hosts = hosts
         self._changes: asyncio.Queue[RankChange] = asyncio.Queue()
 
@@ -82,13 +89,15 @@ class SimCluster:
         for replica, ranks in self.engine_ranks.items():
             if rank in ranks:
                 self._engines[replica].lose(reason)
-        if rank == self.actors[0].rank:
+        if rank in (actor.rank for actor in self.actors):
+            self._team.lose(rank)
             self.update.lose()
         self._changes.put_nowait(RankChange(rank, lost=True, reason=reason))
 
     def restore(self, rank: int) -> None:
         """The process of `rank` is back, empty."""
         self._hosts[rank].restore()
+        self._team.restore(rank)
         self._changes.put_nowait(RankChange(rank, lost=False))
 
 
