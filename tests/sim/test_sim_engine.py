@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import pytest
-from support.engine_oracle import Got, Script, TaskScript, TurnScript, play
+from support.engine_oracle import Got, Played, Script, TaskScript, TurnScript, play
 
 from tiderl.cost.model import CostModel
 from tiderl.data.errors import RankLost, RequestTooLarge
@@ -15,6 +16,7 @@ from tiderl.data.records import TaskKey, WeightHandle
 from tiderl.data.settings import EngineSettings, ModelSettings
 from tiderl.data.turns import Sampling, Turn, TurnResult
 from tiderl.sim.engine import SimEngine
+from tiderl.sim.kv import Shared
 from tiderl.sim.loop import run_virtual
 from tiderl.sim.ranks import SimRank
 
@@ -47,11 +49,39 @@ def turn_of(task: int, turn: int, context: int, max_new: int, *, priority: float
     return Turn(key(task), turn, ids, Sampling(1.0, max_new, ()), 10_000, priority=priority, retain=retain)
 
 
+@dataclass(frozen=True)
+class Talk:
+    """What tasks say, by (task, turn), and what their contexts have in common."""
+
+    says: dict[tuple[int, int], int]
+    shared: dict[int, Shared] = field(default_factory=dict)
+
+    def action_tokens(self, key: TaskKey, turn: int) -> int:
+        return self.says[key.prompt_id, turn]
+
+    def shared_prompt(self, key: TaskKey) -> Shared:
+        return self.shared.get(key.prompt_id, ())
+
+
 def engine_of(
-    says: dict[tuple[int, int], int], *, budget: int = 10_000, max_batch: int = 64, chunk: int = 2048
+    says: dict[tuple[int, int], int],
+    *,
+    budget: int = 10_000,
+    max_batch: int = 64,
+    chunk: int = 2048,
+    beside: int = 2048,
+    block: int = 16,
+    shared: dict[int, Shared] | None = None,
 ) -> SimEngine:
-    settings = EngineSettings(MODEL, budget, max_batch=max_batch, prefill_tokens_per_step=chunk)
-    return SimEngine(0, [SimRank(0)], COST, settings, lambda task, turn: says[task.prompt_id, turn], {})
+    settings = EngineSettings(
+        MODEL,
+        budget,
+        max_batch=max_batch,
+        prefill_tokens_per_step=chunk,
+        prefill_tokens_beside_decoding=beside,
+        kv_block_tokens=block,
+    )
+    return SimEngine(0, [SimRank(0)], COST, settings, Talk(says, shared or {}), {})
 
 
 def handle(version: int) -> WeightHandle:
@@ -70,12 +100,31 @@ def got_of(result: TurnResult, now_s: float) -> Got:
     )
 
 
-def simulate(script: Script) -> dict[tuple[int, int], Got]:
-    got: dict[tuple[int, int], Got] = {}
+@dataclass
+class Simulated:
+    got: dict[tuple[int, int], Got] = field(default_factory=dict)
+    preemptions: int = 0
+
+
+def simulate(script: Script) -> Simulated:
+    """The script on a `SimEngine`, its KV watched."""
+    out = Simulated()
 
     async def main() -> None:
         says = {(i, j): turn.says for i, task in enumerate(script.tasks) for j, turn in enumerate(task.turns)}
-        engine = engine_of(says, budget=script.kv_budget, max_batch=script.max_batch, chunk=script.prefill_per_step)
+        engine = engine_of(
+            says,
+            budget=script.kv_budget,
+            max_batch=script.max_batch,
+            chunk=script.prefill_per_step,
+            beside=script.prefill_beside,
+            block=script.block,
+            shared={
+                i: (("system", script.system), (task.group, task.prompt))
+                for i, task in enumerate(script.tasks)
+                if task.group >= 0
+            },
+        )
         loop = asyncio.get_running_loop()
 
         async def until(moment: float) -> None:
@@ -91,10 +140,14 @@ def simulate(script: Script) -> dict[tuple[int, int], Got]:
                 context += turn.new_context
                 asked = turn_of(number, index, context, turn.max_new, priority=spec.priority, retain=spec.retain)
                 result = await engine.generate(asked)
-                got[number, index] = got_of(result, loop.time())
+                out.got[number, index] = got_of(result, loop.time())
                 context += len(result.ids)
-                if turn.wait_s:
-                    await until(loop.time() + turn.wait_s)
+                if index + 1 < len(spec.turns):
+                    if turn.wait_s:
+                        await until(loop.time() + turn.wait_s)
+                elif spec.release_s is not None:
+                    await until(loop.time() + spec.release_s)
+                    engine.release(key(number))
 
         async def load(moment: float, version: int) -> None:
             await until(moment)
@@ -106,7 +159,8 @@ def simulate(script: Script) -> dict[tuple[int, int], Got]:
 
         async def watch() -> None:
             while True:
-                assert engine.stats.resident_tokens <= script.kv_budget
+                stats = engine.stats
+                assert 0 <= stats.resident_tokens <= stats.budget_tokens
                 await asyncio.sleep(0.013)
 
         watcher = asyncio.ensure_future(watch())
@@ -118,26 +172,42 @@ def simulate(script: Script) -> dict[tuple[int, int], Got]:
             for moment, number, turn in script.aborts:
                 group.create_task(abort(moment, number, turn))
         watcher.cancel()
+        out.preemptions = engine.stats.preemptions
 
     run_virtual(main)
-    return got
+    return out
 
 
 def random_script(seed: int) -> Script:
+    """Small pools and long turns, so that all of admission, sharing, eviction and preemption happens."""
     rng = np.random.default_rng(seed)
+    block = int(rng.choice([1, 4, 16]))
+    system = int(rng.choice([0, 0, rng.integers(1, 50)]))
+    prompts = [system + int(rng.integers(1, 70)) for _ in range(3)]
     tasks = []
-    for _ in range(rng.integers(1, 9)):
+    for _ in range(rng.integers(1, 13)):
+        group = int(rng.integers(-1, 3))
+        prompt = prompts[group] if group >= 0 else 0
         turns = tuple(
             TurnScript(
-                new_context=int(rng.integers(1, 60)),
-                says=int(rng.integers(1, 25)),
-                max_new=int(rng.integers(1, 25)),
+                new_context=int(rng.integers(1, 60)) + (prompt if index == 0 else 0),
+                says=int(rng.integers(1, 60)),
+                max_new=int(rng.integers(1, 60)),
                 wait_s=float(rng.choice([0.0, rng.exponential(0.2)])),
             )
-            for _ in range(rng.integers(1, 5))
+            for index in range(rng.integers(1, 5))
         )
-        priority = float(rng.integers(0, 3))
-        tasks.append(TaskScript(float(rng.exponential(0.3)), priority, bool(rng.random() < 0.8), turns))
+        tasks.append(
+            TaskScript(
+                start_s=float(rng.choice([0.01, rng.exponential(0.3)])),
+                priority=float(rng.integers(0, 3)),
+                retain=bool(rng.random() < 0.8),
+                turns=turns,
+                group=group,
+                prompt=prompt,
+                release_s=float(rng.exponential(0.2)) if rng.random() < 0.7 else None,
+            )
+        )
     largest = max(sum(t.new_context + t.max_new for t in task.turns) for task in tasks)
     loads = [(0.0, 0)] + [(float(rng.uniform(0.1, 3.0)), v) for v in range(1, rng.integers(1, 4))]
     aborts = tuple(
@@ -149,32 +219,33 @@ def random_script(seed: int) -> Script:
         tasks=tuple(tasks),
         loads=ordered,
         aborts=aborts,
-        kv_budget=int(largest * rng.uniform(1.0, 3.0)),
-        max_batch=int(rng.integers(1, 6)),
+        kv_budget=int(largest * rng.choice([rng.uniform(1.0, 1.5), rng.uniform(1.0, 3.0)])),
+        max_batch=int(rng.integers(1, 13)),
         prefill_per_step=int(rng.choice([7, 32, 2048])),
+        prefill_beside=int(rng.choice([5, 2048])),
+        block=block,
+        system=system,
     )
+
+
+def assert_equal_to_oracle(script: Script, label: object) -> Played:
+    expected, actual = play(script, COST), simulate(script)
+    assert expected.peak_blocks <= max(script.kv_budget // script.block, -(-script.kv_budget // script.block))
+    assert actual.got.keys() == expected.got.keys(), label
+    assert actual.preemptions == expected.preemptions, label
+    for name, want in expected.got.items():
+        have = actual.got[name]
+        assert (have.versions, have.reason, have.cached) == (want.versions, want.reason, want.cached), (label, name)
+        for what in ("finished_s", "queued_s", "prefill_s", "decode_s"):
+            assert getattr(have, what) == pytest.approx(getattr(want, what), rel=1e-9, abs=1e-9), (label, name, what)
+    return expected
 
 
 @pytest.mark.parametrize("start", range(0, 400, 50))
 def test_closed_form_equals_the_per_iteration_oracle(start: int) -> None:
-    for seed in range(start, start + 50):
-        script = random_script(seed)
-        expected, peak = play(script, COST)
-        assert peak <= script.kv_budget
-        actual = simulate(script)
-        assert actual.keys() == expected.keys(), seed
-        for name, want in expected.items():
-            have = actual[name]
-            assert (have.versions, have.reason, have.cached) == (want.versions, want.reason, want.cached), (
-                seed,
-                name,
-            )
-            for field in ("finished_s", "queued_s", "prefill_s", "decode_s"):
-                assert getattr(have, field) == pytest.approx(getattr(want, field), abs=1e-9), (
-                    seed,
-                    name,
-                    field,
-                )
+    played = [assert_equal_to_oracle(random_script(seed), seed) for seed in range(start, start + 50)]
+    assert sum(p.preemptions for p in played) > 10, "preemption was not exercised"
+    assert sum(got.cached > 0 for p in played for got in p.got.values()) > 20, "nothing was found cached"
 
 
 def test_one_turn_takes_what_the_formula_says() -> None:
@@ -194,15 +265,119 @@ def test_one_turn_takes_what_the_formula_says() -> None:
     assert result.finish_reason == "stop" and len(result.ids) == 3 and result.ids.strides == (0,)
 
 
-def test_second_turn_prefills_only_what_has_no_kv() -> None:
-    async def main() -> TurnResult:
-        engine = engine_of({(0, 0): 3, (0, 1): 1})
+def test_second_turn_prefills_only_what_is_in_no_whole_block() -> None:
+    async def main(block: int) -> TurnResult:
+        engine = engine_of({(0, 0): 3, (0, 1): 1}, block=block)
         await engine.load_weights(handle(0))
-        await engine.generate(turn_of(0, 0, context=10, max_new=8))
-        return await engine.generate(turn_of(0, 1, context=10 + 3 + 5, max_new=8))
+        await engine.generate(turn_of(0, 0, context=40, max_new=8))
+        return await engine.generate(turn_of(0, 1, context=40 + 3 + 5, max_new=8))
 
-    # The last token of the first turn was sampled but never computed: 12 of 18 positions are there.
-    assert run_virtual(main).cached_tokens == 12
+    # The last token of the first turn was sampled but never computed: 42 of 48 positions are there, 32 in whole blocks.
+    assert run_virtual(lambda: main(1)).cached_tokens == 42
+    assert run_virtual(lambda: main(16)).cached_tokens == 32
+
+
+def test_members_of_a_group_share_the_blocks_of_their_prompt() -> None:
+    async def main() -> tuple[list[int], int, int]:
+        prompt = (("group", 100),)
+        engine = engine_of({(i, 0): 5 for i in range(4)}, shared=dict.fromkeys(range(4), prompt))
+        await engine.load_weights(handle(0))
+        results = await asyncio.gather(*(engine.generate(turn_of(i, 0, 100, 8)) for i in range(4)))
+        return [r.cached_tokens for r in results], engine.stats.prefilled_tokens, engine.stats.resident_tokens
+
+    cached, prefilled, resident = run_virtual(main)
+    # (100 - 1) // 16 = 6 blocks are common; the last 4 positions and the sampled ones are each task's own.
+    assert cached == [0, 96, 96, 96]
+    assert prefilled == 100 + 3 * 4
+    assert resident == 96, "after their turns the common blocks are cached once, the begun blocks of each task are not"
+
+
+def test_the_next_member_computes_what_an_aborted_one_left() -> None:
+    async def main() -> tuple[TurnResult, float]:
+        prompt = (("group", 500),)
+        engine = engine_of({(i, 0): 2 for i in range(2)}, chunk=100, shared=dict.fromkeys(range(2), prompt))
+        await engine.load_weights(handle(0))
+        first, second = (asyncio.ensure_future(engine.generate(turn_of(i, 0, 500, 8))) for i in range(2))
+        await asyncio.sleep(0.025)  # one chunk of 100 is done, the second runs until 0.04
+        await engine.abort(key(0), 0)
+        await first
+        left = asyncio.get_running_loop().time()
+        return await second, asyncio.get_running_loop().time() - left
+
+    result, seconds = run_virtual(main)
+    # Of 200 computed positions 12 whole blocks stay; 308 of 500 are left in chunks of 100, the last with the token.
+    chunks = 4 * 1e-2 + 308 * 1e-4 + 1e-3
+    assert seconds == pytest.approx(chunks + 1e-2 + 1e-3 + 501 * 1e-5)
+    assert result.cached_tokens == 496, "what it counted on when it was admitted"
+
+
+def test_a_prompt_is_forgotten_with_the_last_task_of_its_group() -> None:
+    async def main() -> list[int]:
+        prompt = (("group", 100),)
+        engine = engine_of({(i, 0): 5 for i in range(3)}, shared=dict.fromkeys(range(3), prompt))
+        await engine.load_weights(handle(0))
+        for task in range(2):
+            await engine.generate(turn_of(task, 0, 100, 8))
+        resident = []
+        for task in range(2):
+            engine.release(key(task))
+            resident.append(engine.stats.resident_tokens)
+        return [*resident, (await engine.generate(turn_of(2, 0, 100, 8))).cached_tokens]
+
+    assert run_virtual(main) == [96, 0, 0]
+
+
+def test_who_came_last_gives_way_keeps_its_tokens_and_goes_on() -> None:
+    async def main() -> tuple[list[TurnResult], int, int]:
+        says = {(0, 0): 64, (1, 0): 64}
+        engine = engine_of(says, budget=160)
+        await engine.load_weights(handle(3))
+        results = await asyncio.gather(*(engine.generate(turn_of(task, 0, 64, 64)) for task in range(2)))
+        return results, engine.stats.preemptions, engine.stats.prefilled_tokens
+
+    (first, second), preemptions, prefilled = run_virtual(main)
+    # 10 blocks; each holds 4, then 5. Both are at 80 positions after the 17th token; the next does not fit twice.
+    assert preemptions == 1
+    assert len(first.ids) == len(second.ids) == 64
+    assert set(second.versions.tolist()) == {3}
+    # The second recomputes at most its 81 known tokens; what was not needed meanwhile it finds again.
+    assert 128 < prefilled <= 128 + 81
+    assert second.decode_s > first.decode_s and second.queued_s == first.queued_s == 0.0
+
+
+def test_the_lower_priority_gives_way_whoever_came_first() -> None:
+    async def main() -> list[int]:
+        engine = engine_of({(0, 0): 64, (1, 0): 64}, budget=160)
+        await engine.load_weights(handle(0))
+        order: list[int] = []
+
+        async def one(task: int, priority: float) -> None:
+            await engine.generate(turn_of(task, 0, 64, 64, priority=priority))
+            order.append(task)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(one(0, 0.0))
+            await asyncio.sleep(0.005)  # the first is in the batch already
+            group.create_task(one(1, 1.0))
+        return order
+
+    assert run_virtual(main) == [1, 0]
+
+
+def test_a_preempted_turn_has_the_version_of_each_of_its_tokens() -> None:
+    async def main() -> TurnResult:
+        engine = engine_of({(0, 0): 64, (1, 0): 64}, budget=160)
+        await engine.load_weights(handle(3))
+        first, second = (asyncio.ensure_future(engine.generate(turn_of(task, 0, 64, 64))) for task in range(2))
+        while not engine.stats.preemptions:
+            await asyncio.sleep(0.001)
+        await engine.load_weights(handle(4))
+        await first
+        return await second
+
+    versions = run_virtual(main).versions.tolist()
+    # Preempted before its 18th token: 17 were sampled by the old version.
+    assert versions == [3] * 17 + [4] * 47
 
 
 def test_interrupted_turn_says_the_rest_when_it_goes_on() -> None:
@@ -251,17 +426,21 @@ def test_higher_priority_is_admitted_first() -> None:
     assert run_virtual(main) == [2, 1, 3, 0]
 
 
-def test_least_recently_used_waiting_task_is_evicted_whole() -> None:
-    async def main() -> list[int]:
+def test_the_least_recently_used_context_is_lost_from_its_end() -> None:
+    async def main(third: int, asked: int) -> int:
         says = {(i, j): 1 for i in range(3) for j in range(2)}
-        engine = engine_of(says, budget=250)
+        engine = engine_of(says, budget=256)
         await engine.load_weights(handle(0))
-        for task in range(3):  # each holds 100 positions afterwards; the third takes the room of the first
-            await engine.generate(turn_of(task, 0, 100, 1))
-        return [(await engine.generate(turn_of(task, 1, 102, 1))).cached_tokens for task in (1, 2, 0)]
+        for task, context in enumerate((100, 100, third)):  # 6 whole blocks of the first two stay, of 16
+            await engine.generate(turn_of(task, 0, context, 1))
+        return (await engine.generate(turn_of(asked, 1, 102, 1))).cached_tokens
 
-    # Serving 1 and 2 again evicts nobody (0 is gone already); then 0 is computed afresh.
-    assert run_virtual(main) == [100, 100, 0]
+    def cached(third: int) -> list[int]:
+        return [run_virtual(partial(main, third, asked)) for asked in (0, 1)]
+
+    assert cached(third=64) == [96, 96]
+    assert cached(third=90) == [64, 96], "2 of its 6 blocks were in the way of the first"
+    assert cached(third=200) == [0, 48], "13 of 16 blocks were needed"
 
 
 def test_too_large_a_turn_is_refused() -> None:
@@ -293,7 +472,7 @@ def test_released_task_leaves_no_kv_even_when_cancelled_in_mid_iteration() -> No
 def test_other_work_on_the_rank_waits_for_the_iteration_and_stops_the_engine() -> None:
     async def main() -> tuple[float, float]:
         rank = SimRank(0)
-        engine = SimEngine(0, [rank], COST, EngineSettings(MODEL, 1000), lambda task, turn: 2, {})
+        engine = SimEngine(0, [rank], COST, EngineSettings(MODEL, 1000), Talk({(0, 0): 2}), {})
         loop = asyncio.get_running_loop()
         await engine.load_weights(handle(0))
         start = loop.time()
@@ -313,7 +492,7 @@ def test_other_work_on_the_rank_waits_for_the_iteration_and_stops_the_engine() -
 def test_lost_rank_fails_its_turns_and_forgets_everything() -> None:
     async def main() -> None:
         rank = SimRank(0)
-        engine = SimEngine(0, [rank], COST, EngineSettings(MODEL, 1000), lambda task, turn: 5, {})
+        engine = SimEngine(0, [rank], COST, EngineSettings(MODEL, 1000), Talk({(0, 0): 5}), {})
         await engine.load_weights(handle(0))
         running = asyncio.ensure_future(engine.generate(turn_of(0, 0, 10, 8)))
         work = asyncio.ensure_future(rank.work(10.0))
@@ -335,5 +514,5 @@ def test_lost_rank_fails_its_turns_and_forgets_everything() -> None:
 
 def test_stats_count_every_token_once() -> None:
     script = replace(random_script(3), loads=((0.0, 0),), aborts=())
-    sampled = sum(len(got.versions) for got in simulate(script).values())
+    sampled = sum(len(got.versions) for got in simulate(script).got.values())
     assert sampled == sum(min(turn.says, turn.max_new) for task in script.tasks for turn in task.turns)

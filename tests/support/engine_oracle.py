@@ -1,4 +1,4 @@
-"""A slow, obvious engine: one iteration at a time, plain lists, no closed form. The oracle of `sim/engine.py`.
+"""A slow, obvious engine: one iteration at a time, every KV block by name, no closed form. Oracle of `sim/engine.py`.
 
 A `Script` says what tasks ask for and when; `play` returns what each turn got and when.
 """
@@ -24,6 +24,9 @@ class TaskScript:
     priority: float
     retain: bool
     turns: tuple[TurnScript, ...]
+    group: int = -1  # the tasks of a group start with the same `prompt` tokens; -1 = with nobody
+    prompt: int = 0
+    release_s: float | None = None  # after its last turn
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,9 @@ class Script:
     kv_budget: int
     max_batch: int
     prefill_per_step: int
+    prefill_beside: int = 1 << 30  # in a step that also decodes
+    block: int = 16
+    system: int = 0  # tokens that all tasks of all groups start with
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,10 @@ class _Running:
     admitted_s: float | None = None
     first_s: float | None = None
     cached: int = 0
-    prefill_left: int = 0
     versions: list[int] = field(default_factory=list)
+    seat: int = -1  # order of admission, -1 while it waits
+    prefilling: bool = False
+    names: list[tuple] = field(default_factory=list)  # of its blocks, in order
 
     @property
     def known(self) -> int:
@@ -70,45 +78,118 @@ class _Running:
         return min(self.script.says, self.script.max_new)
 
 
-def play(script: Script, cost: CostModel) -> tuple[dict[tuple[int, int], Got], int]:
-    """What every turn got, and the largest number of KV positions that were ever reserved or held."""
-    now, version, order, peak = 0.0, -1, 0, 0
+class _Blocks:
+    """Every block by name; a name says whose it is and where in the context."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.users: dict[tuple, int] = {}
+        self.queue: list[tuple] = []  # whole ones that nobody uses, least recently used first
+        self.filled: dict[tuple, int] = {}  # positions computed
+
+    def take(self, name: tuple) -> None:
+        self.users[name] = self.users.get(name, 0) + 1
+        self.filled.setdefault(name, 0)
+        while len(self.users) + len(self.queue) > self.count and self.queue:
+            self.forget(self.queue[0])
+
+    def forget(self, name: tuple) -> None:
+        self.queue.remove(name)
+        del self.filled[name]
+
+
+@dataclass
+class Played:
+    got: dict[tuple[int, int], Got]
+    peak_blocks: int = 0
+    preemptions: int = 0
+
+
+def play(script: Script, cost: CostModel) -> Played:
+    """What every turn got; the largest number of blocks used or cached at once; preemptions."""
+    size = script.block
+    blocks = _Blocks(max(script.kv_budget // size, -(-min(script.kv_budget, 4096) // size)))
+    users, filled = blocks.users, blocks.filled
+    now, version, order, seats = 0.0, -1, 0, 0
     arrivals = [(task.start_s, index, 0, 0) for index, task in enumerate(script.tasks)]
     loads, aborts = sorted(script.loads), sorted(script.aborts)
+    releases: list[tuple[float, int]] = []
+    alive: set[int] = set()  # tasks that came and are not released
     waiting: list[_Running] = []
     running: list[_Running] = []
-    held: list[tuple[int, int]] = []  # (task, tokens), least recently used first
-    got: dict[tuple[int, int], Got] = {}
+    out = Played({})
     loading_until: float | None = None
     loading_version = -1
 
-    def reserved() -> int:
-        return sum(r.context + r.script.max_new for r in running)
+    def name_of(r: _Running, index: int) -> tuple:
+        task = script.tasks[r.task]
+        if task.group >= 0 and index < (script.system - 1) // size:
+            return ("system", index)
+        if task.group >= 0 and index < (task.prompt - 1) // size:
+            return ("group", task.group, index)
+        return ("task", r.task, index)
+
+    def names_of(r: _Running, tokens: int) -> list[tuple]:
+        return [name_of(r, index) for index in range(-(-tokens // size))]
+
+    def over(name: tuple) -> bool:
+        groups = {script.tasks[t].group for t in alive}
+        if name[0] == "system":
+            return not any(group >= 0 for group in groups)
+        return name[1] not in (groups if name[0] == "group" else alive)
+
+    def leave(r: _Running, keep: bool) -> None:
+        running.remove(r)
+        for name in reversed(r.names):
+            users[name] -= 1
+            if filled[name] < size:
+                filled[name] = 0  # half a block is worth nothing to anybody else
+            if users[name] == 0:
+                del users[name]
+                if filled[name] == size and not over(name) and (keep or name[0] != "task"):
+                    blocks.queue.append(name)
+                else:
+                    del filled[name]
+        r.names, r.seat, r.prefilling = [], -1, False
 
     def end(r: _Running, reason: str, at: float) -> None:
         if r in running:
-            running.remove(r)
-            computed = r.known - r.prefill_left if r.prefill_left or not r.versions else r.known - 1
-            if script.tasks[r.task].retain and computed:
-                held.append((r.task, computed))
+            leave(r, script.tasks[r.task].retain)
         else:
             waiting.remove(r)
         admitted = at if r.admitted_s is None else r.admitted_s
         first = at if r.first_s is None else r.first_s
-        got[r.task, r.turn] = Got(
+        out.got[r.task, r.turn] = Got(
             at, tuple(r.versions), reason, r.cached, admitted - r.arrived_s, first - admitted, at - first
         )
-        if r.turn + 1 < len(script.tasks[r.task].turns):
+        task = script.tasks[r.task]
+        if r.turn + 1 < len(task.turns):
             arrivals.append((at + r.script.wait_s, r.task, r.turn + 1, r.known))
+        elif task.release_s is not None:
+            releases.append((at + task.release_s, r.task))
+
+    def priority_of(r: _Running) -> float:
+        return script.tasks[r.task].priority
 
     while arrivals or waiting or running or loads or loading_until is not None:
         # What has come by now, in order of its moment.
         if loading_until is not None and now >= loading_until:
             version, loading_until = loading_version, None
-            held.clear()
+            while blocks.queue:
+                blocks.forget(blocks.queue[0])
+            for name in filled:
+                filled[name] = 0
             for r in running:
-                r.prefill_left = r.known
-            running.sort(key=lambda r: r.order)
+                r.prefilling = True
+                for name in names_of(r, r.known)[len(r.names) :]:
+                    blocks.take(name)  # the pool may be too small for a moment: preemption follows
+                    r.names.append(name)
+        if releases and min(releases)[0] <= now:
+            releases.remove(first_release := min(releases))
+            alive.discard(first_release[1])
+            for name in [name for name in blocks.queue if over(name)]:
+                blocks.forget(name)
+            continue
         due = [moment for moment, *_ in arrivals if moment <= now]
         if due and not (aborts and aborts[0][0] < min(due)):
             arrival = next(a for a in arrivals if a[0] == min(due))
@@ -116,6 +197,7 @@ def play(script: Script, cost: CostModel) -> tuple[dict[tuple[int, int], Got], i
             moment, task, turn, before = arrival
             turn_script = script.tasks[task].turns[turn]
             waiting.append(_Running(task, turn, before + turn_script.new_context, turn_script, moment, order))
+            alive.add(task)
             order += 1
             continue
         if aborts and aborts[0][0] <= now:
@@ -128,59 +210,85 @@ def play(script: Script, cost: CostModel) -> tuple[dict[tuple[int, int], Got], i
             loading_until = now + cost.load_s
             continue
 
-        # Admission: priority, then arrival; nobody overtakes.
         if loading_until is None and version >= 0:
-            while waiting and len(running) < script.max_batch:
-                head = min(waiting, key=lambda r: (-script.tasks[r.task].priority, r.order))
-                need = head.context + head.script.max_new
-                if reserved() + need > script.kv_budget:
+            # Preemption: who came last of the lowest priority, until what everybody decodes next has room.
+            while True:
+                grows = sum(not r.prefilling and -(-r.known // size) > len(r.names) for r in running)
+                if len(users) + grows <= blocks.count:
                     break
-                own = sum(tokens for task, tokens in held if task == head.task)
-                held[:] = [entry for entry in held if entry[0] != head.task]
-                while reserved() + need + sum(tokens for _, tokens in held) > script.kv_budget:
-                    held.pop(0)
+                last = max(running, key=lambda r: (-priority_of(r), r.seat))
+                leave(last, True)
+                waiting.append(last)
+                out.preemptions += 1
+            # Admission: priority, then arrival; nobody overtakes.
+            while waiting and len(running) < script.max_batch:
+                head = min(waiting, key=lambda r: (-priority_of(r), r.order))
+                names = names_of(head, head.known)
+                if len(users) + grows + sum(name not in users for name in names) > blocks.count:
+                    break
+                # A block that a running turn uses is there before this one's own part is due.
+                hits = 0
+                while hits < (head.known - 1) // size and (names[hits] in users or names[hits] in blocks.queue):
+                    hits += 1
+                for name in names:
+                    if name in blocks.queue:
+                        blocks.queue.remove(name)
+                        users[name] = 0
+                for index, name in enumerate(names):
+                    if index >= hits and users.get(name, 0) == 0:
+                        filled[name] = 0
+                    blocks.take(name)
+                head.names, head.prefilling = names, True
+                head.seat, seats = seats, seats + 1
+                if head.admitted_s is None:
+                    head.admitted_s, head.cached = now, hits * size
                 waiting.remove(head)
                 running.append(head)
-                head.cached = min(own, head.context - 1)
-                head.prefill_left = head.context - head.cached
-                head.admitted_s = now
-        peak = max(peak, reserved() + sum(tokens for _, tokens in held))
 
         if not running or loading_until is not None or version < 0:
             # An abort of nobody must not keep the clock going.
-            moments = [a[0] for a in arrivals] + [moment for moment, _ in loads]
-            if loading_until is not None:
-                moments = [a[0] for a in arrivals] + [loading_until]
+            moments = [a[0] for a in arrivals] + [moment for moment, _ in releases]
+            moments += [loading_until] if loading_until is not None else [moment for moment, _ in loads]
             if waiting or running:
                 moments += [moment for moment, *_ in aborts]
             if not moments:
-                return got, peak
+                return out
             now = max(now, min(moments))
             continue
 
         # One iteration.
-        room = script.prefill_per_step
-        chunks: list[tuple[_Running, int]] = []
-        for r in running:
-            if r.prefill_left and room:
-                tokens = min(room, r.prefill_left)
-                chunks.append((r, tokens))
-                room -= tokens
-        decoding = [r for r in running if not r.prefill_left]
-        ending = [r for r, tokens in chunks if tokens == r.prefill_left]
+        decoding = [r for r in running if not r.prefilling]
+        for r in decoding:
+            for name in names_of(r, r.known)[len(r.names) :]:
+                blocks.take(name)
+                r.names.append(name)
+        out.peak_blocks = max(out.peak_blocks, len(users) + len(blocks.queue))
+        chunk = room = min(script.prefill_per_step, script.prefill_beside) if decoding else script.prefill_per_step
+        ending = []
+        for r in sorted((r for r in running if r.prefilling), key=lambda r: r.seat):
+            missing = 0
+            for index, name in enumerate(r.names):
+                gap = min(size, r.known - index * size) - filled[name]
+                filled[name] += min(gap, room)
+                missing += gap - min(gap, room)
+                room -= min(gap, room)
+            if not missing:
+                ending.append(r)
         now += (
             cost.iteration_s
             + cost.sequence_s * (len(decoding) + len(ending))
             + cost.context_token_s * sum(r.known for r in decoding)
-            + cost.prefill_token_s * sum(tokens for _, tokens in chunks)
+            + cost.prefill_token_s * (chunk - room)
         )
-        for r, tokens in chunks:
-            r.prefill_left -= tokens
+        for r in decoding:
+            filled[r.names[(r.known - 1) // size]] += 1
+        for r in ending:
+            r.prefilling = False
         for r in decoding + ending:
             r.versions.append(version)
             r.first_s = now if r.first_s is None else r.first_s
-        done = [r for r in running if not r.prefill_left and len(r.versions) == r.target]
-        # Those who decoded leave first, then those whose first token was their last.
-        for r in sorted(done, key=lambda r: (r in ending, r.order if r not in ending else running.index(r))):
+        done = [r for r in running if not r.prefilling and len(r.versions) == r.target]
+        # Those who decoded leave first, in order of admission, then those whose first token was their last.
+        for r in sorted(done, key=lambda r: (r in ending, r.seat)):
             end(r, "stop" if r.script.says <= r.script.max_new else "length", now)
-    return got, peak
+    return out

@@ -92,6 +92,29 @@ def random_group(prompt_id: int, seed: int, size: int = 4) -> list[TrainSequence
     return members
 
 
+def alike_group(prompt_id: int, seed: int, size: int = 4) -> list[TrainSequence]:
+    """A group as agents make it: one beginning for all, members that part ways later, and two that never do."""
+    draws = np.random.default_rng(seed)
+    ids = draws.integers(1, len(WORDS), size=12).tolist()
+    members = []
+    for member in range(size):
+        kept = 12 if member < 2 else int(draws.integers(4, 12))
+        own = [] if member < 2 else draws.integers(1, len(WORDS), size=int(draws.integers(1, 8))).tolist()
+        positions = [p for p in (4, 5, 8, 11, 14) if p < kept + len(own)]
+        members.append(
+            sequence(
+                ids[:kept] + own,
+                positions,
+                draws.normal(-2.0, 0.3, size=len(positions)).tolist(),
+                rewards=[float(i == 0) for i in range(size)],
+                member=member,
+                prompt_id=prompt_id,
+                trajectory_id=size * prompt_id + member,
+            )
+        )
+    return members
+
+
 def micro_batch(sequences: Sequence[TrainSequence], index: int = 0, *, update: int = 1, part: int = 0) -> MicroBatch:
     return MicroBatch(update, part, index, tuple(sequences))
 

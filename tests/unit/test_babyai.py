@@ -127,3 +127,24 @@ def test_actions_are_minigrids_own() -> None:
     from minigrid.core.actions import Actions
 
     assert tuple(action.name for action in Actions) == ACTIONS
+
+
+@pytest.mark.parametrize("level", [*LEVELS, "BabyAI-UnlockPickup-v0", "BabyAI-PutNextLocal-v0"])
+def test_an_episode_is_the_same_without_the_picture_that_minigrid_draws(level: str) -> None:
+    def told(*, with_picture: bool) -> list[str]:
+        environment = BabyAI(level=level)
+        if with_picture:
+            del environment._level.gen_obs  # the class's own again
+        texts = []
+        for seed in range(5):
+            texts.append(text_of(environment.reset(Prompt("p", seed))))
+            texts.extend(environment.expert(Prompt("p", seed)))
+            environment.reset(Prompt("p", seed))
+            for turn in range(12):
+                step = environment.step(Action(ACTIONS[(seed + turn * turn) % 6]))
+                texts.append(f"{text_of(step.observation)} {step.reward} {step.terminated} {step.truncated}")
+                if step.terminated or step.truncated:
+                    break
+        return texts
+
+    assert told(with_picture=False) == told(with_picture=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from tiderl.data.errors import (
@@ -20,7 +22,7 @@ from tiderl.data.errors import (
 )
 from tiderl.wire.channel import Channel, Connection
 from tiderl.wire.faults import error_for_reason
-from tiderl.wire.framing import Message, pack
+from tiderl.wire.framing import FrameReader, Message, pack
 
 
 async def with_peer(
@@ -139,7 +141,7 @@ def test_peer_that_dies_in_the_middle_of_a_frame_is_noticed() -> None:
         ours, theirs = socket.socketpair()
         connection = await Connection.open(ours, "rank 0", lost=RankLost)
         request = asyncio.ensure_future(connection.request("x", None, int))
-        await asyncio.sleep(0)
+        await asyncio.to_thread(theirs.recv, 1 << 16)
         theirs.sendall(pack(1, "", 5)[:-1])
         theirs.close()
         with pytest.raises(RankLost, match="middle of a frame"):
@@ -173,6 +175,83 @@ def test_blocking_end_notices_a_close_and_a_timeout() -> None:
     with pytest.raises(InfrastructureFault):
         channel.notify("x")
     channel.close()
+
+
+def numbers_in(reader: FrameReader, data: bytes) -> list[int]:
+    return [message.payload(int) for message in reader.feed(data)]
+
+
+def test_what_is_gathered_goes_as_one_piece_in_order() -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    channel = Channel(theirs)
+    with channel.gathered():
+        for number in range(3):
+            channel.notify("x", number)
+        with pytest.raises(BlockingIOError):
+            ours.recv(1)
+    assert numbers_in(FrameReader(), ours.recv(1 << 16)) == [0, 1, 2]
+    channel.notify("x", 3)
+    assert numbers_in(FrameReader(), ours.recv(1 << 16)) == [3]
+    assert channel.sent_bytes == sum(len(pack(0, "x", number)) for number in range(4))
+    channel.close()
+    ours.close()
+
+
+def test_a_thread_does_not_wait_for_another_that_sends() -> None:
+    """The peer does not read, so the first one is stuck with its large frame: the others leave theirs to it."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(theirs)
+    stuck = threading.Thread(target=lambda: channel.notify("x", np.zeros(1 << 22, np.uint8)))
+    stuck.start()
+    while not channel._writing.locked():
+        time.sleep(0.001)
+    for number in range(3):
+        channel.notify("y", number)  # returns
+    assert stuck.is_alive()
+    reader, found = FrameReader(), []
+    while len(found) < 4:
+        found += [message.method for message in reader.feed(ours.recv(1 << 18))]
+    stuck.join(5)
+    assert found == ["x", "y", "y", "y"]
+    channel.close()
+    ours.close()
+
+
+def test_frames_of_many_threads_arrive_whole_and_each_thread_s_in_order() -> None:
+    ours, theirs = socket.socketpair()
+    channel = Channel(theirs)
+
+    def say(number: int) -> None:
+        for offset in range(200):
+            channel.notify("x", 1000 * number + offset)
+
+    threads = [threading.Thread(target=say, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    reader, found = FrameReader(), []
+    while len(found) < 1600:
+        found += numbers_in(reader, ours.recv(1 << 16))
+    for number in range(8):
+        assert [n % 1000 for n in found if n // 1000 == number] == list(range(200))
+    channel.close()
+    ours.close()
+
+
+def test_what_tasks_say_in_one_turn_of_the_loop_goes_as_one_piece() -> None:
+    async def check() -> None:
+        ours, theirs = socket.socketpair()
+        connection = await Connection.open(ours, "rank 0")
+        requests = [asyncio.ensure_future(connection.request("x", number, int)) for number in range(3)]
+        received = await asyncio.to_thread(theirs.recv, 1 << 16)
+        assert numbers_in(FrameReader(), received) == [0, 1, 2]
+        for number in range(3):
+            theirs.sendall(pack(number + 1, "", 10 * number))
+        assert await asyncio.gather(*requests) == [0, 10, 20]
+        await connection.close()
+        theirs.close()
+
+    asyncio.run(check())
 
 
 def test_reason_names_its_own_class() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tiderl.data.errors import InvariantViolation
 from tiderl.data.records import TaskKey
-from tiderl.engines.residency import HeldKv, Residency
+from tiderl.engines.residency import HeldKv, Residency, group_of
 
 
 def task(number: int) -> TaskKey:
@@ -79,6 +79,42 @@ def test_kv_is_usable_for_the_common_prefix_of_its_own_version(ids: list[int], v
     assert held(4).usable_tokens(np.array(ids, dtype=np.int32), version) == usable
 
 
+def test_a_turn_grows_by_evicting_waiting_tasks_and_never_past_the_budget() -> None:
+    book = book_holding(30, 30)
+    book.reserve(task(9), 40)
+    assert book.grow(task(9), 60)  # 30 of task 0 make room
+    assert list(book.held()) == [task(1)] and book.committed_tokens == 90
+    book.reserve(task(8), 10)
+    assert not book.grow(task(9), 91)  # 10 are reserved
+    assert book.committed_tokens == 100
+    assert book.grow(task(9), 90) and book.committed_tokens == 100 and not book.held()
+
+
+def test_a_groups_prompt_is_held_once_and_evictable_like_any_entry() -> None:
+    book = Residency(100)
+    group = group_of(task(0))
+    book.keep_prefix(group, held(30))
+    book.keep_prefix(group, held(20))  # replaces
+    assert book.prefixes() == [group] and book.committed_tokens == 20
+    assert [entry.tokens for entry in book.held_by_group(group)] == [20]
+    book.reserve(task(1), 85)
+    assert book.prefixes() == [] and book.committed_tokens == 85
+    with pytest.raises(InvariantViolation):
+        book.keep_prefix(group, held(16))
+
+
+def test_members_of_a_group_find_what_the_others_hold() -> None:
+    book = Residency(100)
+    for number, member, tokens in ((0, 0, 10), (0, 1, 20), (1, 0, 30)):
+        book.reserve(TaskKey("train", number, member), tokens)
+        book.settle(TaskKey("train", number, member), held(tokens))
+    assert sorted(entry.tokens for entry in book.held_by_group(group_of(task(0)))) == [10, 20]
+    book.drop(TaskKey("train", 0, 0))
+    assert [entry.tokens for entry in book.held_by_group(group_of(task(0)))] == [20]
+    book.drop_all_held()
+    assert list(book.held_by_group(group_of(task(1)))) == []
+
+
 class OverbookingResidency(Residency):
     """Mutant for I4: forgets what running turns reserved."""
 
@@ -90,14 +126,17 @@ class OverbookingResidency(Residency):
             self.drop_all_held()
         self._reserved[task] = tokens
         self._reserved_tokens += tokens
-        return self._pop(task)
+        return self.drop(task)
 
 
 def committed_stays_within_budget(book: Residency, operations: list[tuple[int, int]]) -> bool:
-    """Start (odd visits: end) turns as a replica would; compare the running sums with a recount each time."""
+    """Start, grow and end turns as a replica would; compare the running sums with a recount each time."""
     running: dict[int, int] = {}
     for number, tokens in operations:
-        if number in running:
+        if number in running and tokens > running[number]:
+            if book.grow(task(number), tokens):
+                running[number] = tokens
+        elif number in running:
             book.settle(task(number), held(running.pop(number)))
         elif book.fits(tokens):
             book.reserve(task(number), tokens)

@@ -26,7 +26,8 @@ from support.tiny_models import (
 from tiderl.data.errors import CheckpointError, ConfigurationError, InvariantViolation
 from tiderl.data.records import WeightHandle
 from tiderl.data.turns import TurnFailure, TurnResult
-from tiderl.engines.torch_engine import TorchEngine, build, staying_in_place
+from tiderl.engines.active_rows import staying_in_place
+from tiderl.engines.torch_engine import TorchEngine, build
 
 
 def ready(**changes: object) -> TorchEngine:

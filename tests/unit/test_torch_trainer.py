@@ -28,7 +28,10 @@ from tiderl.trainers import scoring
 from tiderl.trainers.advantages import advantages
 from tiderl.trainers.optimizer import clipped_mean_gradient
 from tiderl.trainers.packing import pack
+from tiderl.trainers.rows import shared_rows
 from tiderl.trainers.torch_trainer import build
+
+ROWS = partial(shared_rows, max_row_tokens=4096)
 
 
 @pytest.fixture
@@ -113,7 +116,8 @@ def test_counts_and_fractions_by_hand(trainer):
     metrics = subject.finish().metrics
     assert metrics["tokens"] == 5 + 2 + 3
     assert metrics["loss_tokens"] == 3 + 1 + 2
-    assert metrics["padding_fraction"] == pytest.approx(1 - 10 / 15)  # one chunk of three rows, five wide
+    assert metrics["computed_tokens"] == 4  # 4 5 6 7, which the others begin with; last tokens predict nothing
+    assert metrics["padding_fraction"] == 0.0
     assert metrics["zero_advantage_groups_fraction"] == 0.5
     # rewards 2 and 0: mean 1, standard deviation 1, so advantages ±1 / 1.0001 on 4 of the 6 tokens
     assert metrics["advantage_abs_mean"] == pytest.approx(4 / 6 / 1.0001)
@@ -173,7 +177,7 @@ def mean_of_means(subject, batches):
     """The mutant: each micro-batch divided by its own tokens."""
     subject.model.zero_grad()
     for mb in batches:
-        logprobs, _ = scoring.score(subject.model, pack(mb.sequences, 0, 4096), 1.0, torch.float32)
+        logprobs, _ = scoring.score(subject.model, pack(mb.sequences, ROWS), 1.0, torch.float32)
         (-logprobs.mean() / len(batches)).backward()
     return gradients(subject)
 
@@ -203,7 +207,7 @@ def test_i7_nor_do_the_new_weights_and_the_metrics(trainer):
         subject = moved(trainer(kl_coef=0.1))
         accumulate(subject, resplit(sequences, seed, pieces))
         metrics = subject.finish().metrics
-        metrics.pop("padding_fraction")  # the only one that may depend on it
+        metrics.pop("computed_tokens")  # the only one that may depend on it
         results.append((metrics, weights(subject)))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-4, abs=1e-6)
     for name, value in results[0][1].items():
@@ -248,7 +252,7 @@ def test_logits_in_slices_give_the_same_values_and_gradients(trainer):
     outcomes = []
     for logits_per_slice in (scoring.LOGITS_PER_SLICE, 3 * TINY_MODEL.vocab_size):
         subject.model.zero_grad()
-        packed = pack(random_group(0, 9), 0, 4096)
+        packed = pack(random_group(0, 9), ROWS)
         logprobs, entropy = scoring.score(subject.model, packed, 0.7, torch.float32, logits_per_slice)
         logprobs.sum().backward()
         outcomes.append(({"logprobs": logprobs.detach().numpy(), "entropy": entropy.numpy()}, gradients(subject)))
@@ -308,8 +312,20 @@ def test_calls_out_of_order_are_refused(trainer):
         subject.finish()
     with pytest.raises(InvariantViolation, match="no reference"):
         subject.reference_logprobs(mb)
-    with pytest.raises(InvariantViolation, match="inside an update"):
-        subject.save("nowhere")
+
+
+def test_a_checkpoint_written_within_a_step_holds_the_state_before_it(trainer, tmp_path):
+    group = random_group(0, 7)
+    subject = trainer()
+    weights = [p.detach().clone() for p in subject.model.parameters()]
+    subject.begin(1, [0])
+    mb = micro_batch(group)
+    subject.forward(mb)
+    subject.backward(mb, subject.reference_logprobs(mb) if subject.reference is not None else None)
+    subject.save(str(tmp_path / "within"))
+    subject.finish()
+    subject.restore(str(tmp_path / "within"))
+    assert all(torch.equal(a, b) for a, b in zip(weights, subject.model.parameters(), strict=True))
 
 
 def test_a_step_that_begins_again_forgets_what_it_had(trainer):

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import selectors
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from tiderl.api.parts import (
     make_renderer,
     policy,
 )
+from tiderl.api.profile import IdleSelector, RunProfile, profiled_tasks
 from tiderl.api.records import load_run, read_policy
 from tiderl.api.result import Fanout, Result, journal_counts, make_result
 from tiderl.config.load import dump
@@ -34,6 +36,7 @@ from tiderl.config.machine import prepare
 from tiderl.config.render import render_dry_run
 from tiderl.config.resolve import Resolved
 from tiderl.config.resume import refuse_edits, resume_overrides
+from tiderl.data import spans
 from tiderl.data.errors import CheckpointError, ConfigurationError, RunStopped, TideError
 from tiderl.data.events import EvalFinished, Event, UpdateCommitted, VersionPublished
 from tiderl.data.settings import ModelSettings
@@ -173,9 +176,9 @@ def _summary_of_finished(directory: RunDirectory) -> dict[str, Any] | None:
 class RunLoop(asyncio.SelectorEventLoop):
     """The real clock, counted from the start of the run; a resumed run goes on where its events end."""
 
-    def __init__(self) -> None:
+    def __init__(self, selector: selectors.BaseSelector | None = None) -> None:
         self._origin_s = time.monotonic()
-        super().__init__()
+        super().__init__(selector)
 
     def time(self) -> float:
         return time.monotonic() - self._origin_s
@@ -208,10 +211,10 @@ class Driver:
             self._say(str(item))
         metrics = RunMetrics()
         last_s = self._replay_events(metrics)
-        loop = RunLoop()
         cpu = time.thread_time()
+        self.directory.profile.unlink(missing_ok=True)  # of an earlier driver
         try:
-            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            with self._profiling(), asyncio.Runner(loop_factory=self._make_loop) as runner:
                 result: Result = runner.run(self._main(metrics, cpu, last_s))
         except (KeyboardInterrupt, asyncio.CancelledError):
             kept = "; what was committed is kept" if self.began else " before the run began; nothing is kept"
@@ -225,6 +228,25 @@ class Driver:
         write_whole(self.directory.summary, json.dumps(result.to_json(), indent=1))
         self._draw_curves()
         return result
+
+    @contextmanager
+    def _profiling(self) -> Iterator[None]:
+        """Counts where this process's time goes, with `log.profile`."""
+        if not self.resolved.config.log.profile:
+            yield
+            return
+        spans.start("event loop")
+        try:
+            yield
+        finally:
+            spans.stop()
+
+    def _make_loop(self) -> RunLoop:
+        if not self.resolved.config.log.profile:
+            return RunLoop()
+        loop = RunLoop(IdleSelector())
+        loop.set_task_factory(profiled_tasks())
+        return loop
 
     def _draw_curves(self) -> None:
         """The picture is for people: a run does not fail for it."""
@@ -263,12 +285,12 @@ class Driver:
 
     async def _main(self, metrics: RunMetrics, cpu_s: float, last_s: float) -> Result:
         config = self.resolved.config
-        inline = is_inline(self.resolved)
+        inline, profile = is_inline(self.resolved), config.log.profile
         loop = asyncio.get_running_loop()
         assert isinstance(loop, RunLoop)
         async with AsyncExitStack() as stack:
             signals = stack.enter_context(Signals())
-            environments = make_environments(self.resolved, self.directory.logs)
+            environments = make_environments(self.resolved, self.directory.logs, profile=profile and not inline)
             stack.push_async_callback(environments.close)
             await environments.start()
             renderer = await make_renderer(self.resolved, environments, say=self._say)
@@ -279,7 +301,7 @@ class Driver:
                 folder = WeightsFolder(4 * self.resolved.shape.parameters)
                 stack.callback(folder.close)
                 weights_dir = str(folder.path)  # published versions outlive a rank that is restarted
-            specs = host_specs(self.resolved, model, weights_dir=weights_dir)
+            specs = host_specs(self.resolved, model, weights_dir=weights_dir, profile=profile and not inline)
             cluster = make_cluster(self.resolved, specs, self.directory.logs)
             stack.push_async_callback(cluster.close)
             await cluster.start()
@@ -294,6 +316,10 @@ class Driver:
                 tracker = TensorboardTracker(self.directory.tensorboard, metrics)
                 stack.callback(tracker.close)
                 observers.append(tracker)
+            if profile:
+                run_profile = RunProfile(self.directory.profile, [cluster, environments], self._say)
+                await stack.enter_async_context(run_profile)
+                observers.append(run_profile)
             models = FileModels(self.directory.best_model, self.directory.candidates)
             stack.callback(models.close)
             recorder = Fanout([segments], metrics, [*observers, self])

@@ -34,8 +34,8 @@ def is_inline(resolved: Resolved) -> bool:
     return resolved.config.cluster.kind == "inline"
 
 
-def make_environments(resolved: Resolved, logs: Path) -> Environments:
-    """The Environments port, not started."""
+def make_environments(resolved: Resolved, logs: Path, *, profile: bool = False) -> Environments:
+    """The Environments port, not started. `profile`: its processes count where their time goes."""
 
     def build(env: EnvConfig, folder: Path) -> Environments:
         # `inline` is one process for everything: worker processes would make the order of arrival a matter of chance.
@@ -50,6 +50,7 @@ def make_environments(resolved: Resolved, logs: Path) -> Environments:
             wait=wait_profile(env),
             seed=resolved.config.seed,
             log_dir=str(folder),
+            profile=profile,
         )
 
     env = resolved.config.env
@@ -103,8 +104,11 @@ def policy(resolved: Resolved, renderer: TextRenderer) -> ModelSettings:
     )
 
 
-def host_specs(resolved: Resolved, model: ModelSettings, *, weights_dir: str = "") -> list[HostSpec]:
-    """What each rank holds, by the layout of the strategy. `weights_dir`: where versions are exported to."""
+def host_specs(
+    resolved: Resolved, model: ModelSettings, *, weights_dir: str = "", profile: bool = False
+) -> list[HostSpec]:
+    """What each rank holds, by the layout of the strategy. `weights_dir`: where versions are exported to; `profile`:
+    its process counts where its time goes."""
     layout = resolved.layout
     engines = {rank for ranks in layout.engine_ranks.values() for rank in ranks}
     return [
@@ -112,6 +116,7 @@ def host_specs(resolved: Resolved, model: ModelSettings, *, weights_dir: str = "
             rank=rank,
             engine=resolved.engine_settings(model) if rank in engines else None,
             trainer=resolved.trainer_settings(model, weights_dir=weights_dir) if rank in layout.actor_ranks else None,
+            profile=profile,
         )
         for rank in range(resolved.config.cluster.ranks)
     ]

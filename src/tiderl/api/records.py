@@ -38,6 +38,17 @@ class RecordedRun:
             raise CheckpointError("this run has no result yet", where=str(self.directory.root)) from error
         return values
 
+    @property
+    def profile(self) -> dict[str, Any] | None:
+        """Where the time of the last driver's processes went; None where it ran without `log.profile`."""
+        try:
+            values: dict[str, Any] = json.loads(self.directory.profile.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot be read: {error}", where=str(self.directory.profile)) from error
+        return values
+
     def events(self) -> Iterator[Event]:
         yield from read_events(self.directory.events)
 

@@ -8,8 +8,12 @@ from typing import Any
 
 from tiderl.config.check import NoEffect
 from tiderl.data.events import Event
+from tiderl.data.spans import span
 from tiderl.observe.metrics import RunMetrics
 from tiderl.runtime.ports import Recorder, Replay
+
+BOUND_FIGURES = ("bound_tokens_per_s", "rho", "rho_order", "binding")
+"""Of a simulation (`api/bound.py`)."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,12 @@ class Fanout:
 
     def emit(self, event: Event) -> None:
         self.events += 1
-        for recorder in self.recorders:
-            recorder.emit(event)
-        self.metrics.observe(event)
-        for observer in self.observers:
-            observer.observe(event)
+        with span("events"):
+            for recorder in self.recorders:
+                recorder.emit(event)
+            self.metrics.observe(event)
+            for observer in self.observers:
+                observer.observe(event)
 
 
 def journal_counts(replay: Replay) -> dict[str, Any]:
@@ -70,13 +75,16 @@ def make_result(
     events: int,
     log_sha256: str | None,
     meaningless: Sequence[str] = (),
+    bound: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Everything that `--json` prints, in one order for both clocks; the `meaningless` figures are None."""
+    """Everything that `--json` prints, in one order for both clocks; the `meaningless` figures are None, and those of
+    the `bound` where there is none."""
     return Result(
         {
             "run_dir": run_dir,
             **_without(metrics.summary(), meaningless),
             **counts,
+            **(dict.fromkeys(BOUND_FIGURES) if bound is None else bound),
             "wall_s": wall_s,
             "driver_load_fraction": driver_load_fraction,
             "events": events,

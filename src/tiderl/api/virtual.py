@@ -5,27 +5,31 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from tiderl.api.bound import bound_figures, consumed_bound
 from tiderl.api.result import Fanout, Result, journal_counts, make_result
 from tiderl.config.machine import prepare
 from tiderl.config.render import render_dry_run
 from tiderl.config.resolve import Resolved, wait_profile
 from tiderl.config.schema import EnvConfig
-from tiderl.cost.catalog import cost_model
-from tiderl.data.settings import ModelSettings, WarmupSettings
+from tiderl.cost.catalog import THIS_CPU, cost_model
+from tiderl.cost.model import CostModel
+from tiderl.data.records import TaskKey
+from tiderl.data.settings import EngineSettings, ModelSettings, WorkloadProfile
 from tiderl.envs.mixed import MixedEnvironments
 from tiderl.envs.registry import check_form, profile
 from tiderl.observe.metrics import RunMetrics
 from tiderl.runtime.ports import Environments, Ports, Recorder
-from tiderl.runtime.run import Run
+from tiderl.runtime.rollout import DROPPED_BATCHES_IN_A_ROW
 from tiderl.schedule.mix import weighted_order
 from tiderl.sim.cluster import SimCluster
 from tiderl.sim.environments import SimEnvironments
+from tiderl.sim.feasibility import check_can_finish, check_faults
 from tiderl.sim.loop import run_virtual
 from tiderl.sim.mixture import WorkloadMixture
 from tiderl.sim.workload import Workload
@@ -47,6 +51,9 @@ LEARNING = (
     "evals",
 )
 """Figures that virtual time does not have: nothing is learned there, rewards are drawn."""
+
+ACCELERATOR_PREFILL_TOKENS = 8192
+"""Context that an accelerator's engine computes in one step beside what decodes: the usual default on large ones."""
 
 SIM_VOCABULARY = 1024
 """Size of the scratch model's vocabulary in virtual time, where no environment is asked for its words."""
@@ -82,16 +89,17 @@ def _run(resolved: Resolved, log: HashRecorder, directory: RunDirectory | None, 
     metrics = RunMetrics()
     recorder = Fanout([log], metrics, [])
     persisted = Persisted()
-    # Start-up and warm start are not in the run's clock, and simulated environments have no expert.
-    settings = msgspec.structs.replace(resolved.settings, warmup=WarmupSettings(demos=0, updates=0, lr=0.0))
-    run = Run(build_ports(resolved, persisted, recorder), settings, resolved.strategy)
+    world = simulated_world(resolved)
+    check_finishes(resolved, world)
     cpu = time.thread_time()
-    run_virtual(run.run)
+    _play(resolved, persisted, recorder, world)
     cpu = time.thread_time() - cpu
     gc.collect()
+    replay = run_virtual(persisted.ledger.replay)
+    bound = consumed_bound(resolved, replay, world.workload, world.cost, world.engine)
     return make_result(
         metrics,
-        journal_counts(run_virtual(persisted.ledger.replay)),
+        journal_counts(replay),
         resolved.no_effect,
         run_dir=str(directory.root) if directory else None,
         wall_s=time.monotonic() - started,
@@ -99,7 +107,31 @@ def _run(resolved: Resolved, log: HashRecorder, directory: RunDirectory | None, 
         events=recorder.events,
         log_sha256=log.sha256,
         meaningless=LEARNING,
+        bound=bound_figures(bound, metrics.summary()["goodput_tokens_per_s"]),
     )
+
+
+def _play(resolved: Resolved, persisted: Persisted, recorder: Recorder, world: World) -> None:
+    from tiderl.api.drivers import VirtualRun, dice_of  # it builds its ports here
+
+    dice = dice_of(resolved)
+    run = VirtualRun(resolved, recorder, dice, persisted=persisted, world=world)
+    run_virtual(run.to_its_end, reorder=dice.reorder if dice is not None and dice.enabled("reorder") else None)
+
+
+def check_finishes(resolved: Resolved, world: World) -> None:
+    """Raises `ConfigurationError` for a workload or faults under which the run can never finish."""
+    config = resolved.config
+    deadlines = [(world.workloads[name], env.deadline_s) for name, env in config.environments.items()]
+
+    def place(key: TaskKey) -> tuple[Workload, float]:
+        own = world.workload.of(key) if isinstance(world.workload, WorkloadMixture) else world.workload
+        return own, next(deadline_s for workload, deadline_s in deadlines if workload is own)
+
+    groups = DROPPED_BATCHES_IN_A_ROW * resolved.settings.global_batch_groups
+    check_can_finish(place, group_size=resolved.settings.group_size, groups=groups)
+    if not isinstance(config.sim.faults, str):
+        check_faults(config.sim.faults)
 
 
 @dataclass
@@ -112,40 +144,68 @@ class Persisted:
     saved: dict[str, int] = field(default_factory=dict)
 
 
-def build_ports(resolved: Resolved, persisted: Persisted, recorder: Recorder) -> Ports:
-    """Simulated ports for a resolved configuration."""
-    config = resolved.config
-    renderer = LengthsRenderer()
+@dataclass(frozen=True)
+class World:
+    """What is simulated: the tasks of each environment, what work costs, and the engine."""
+
+    workloads: Mapping[str, Workload]
+    workload: Workload | WorkloadMixture
+    """Of all environments together."""
+    cost: CostModel
+    engine: EngineSettings
+
+
+def simulated_world(resolved: Resolved) -> World:
+    """From `sim:` and the shape of `model:`. Raises `ConfigurationError`."""
+    config, renderer = resolved.config, LengthsRenderer()
     model: ModelSettings = resolved.model_settings(
         vocab_size=SIM_VOCABULARY, pad_id=renderer.pad_id, stop_ids=renderer.stop_ids
     )
+    cost = cost_model(
+        config.sim.hardware,
+        model,
+        named=config.sim.model,
+        constants=config.sim.cost,
+        efficiency=config.sim.efficiency,
+    )
     workloads = {name: _workload(resolved, env) for name, env in config.environments.items()}
-    parts: dict[str, Environments] = {
-        name: SimEnvironments(
-            workloads[name], slots=int(env.slots), deadline_s=env.deadline_s, eval_prompts=config.eval.prompts
-        )
-        for name, env in config.environments.items()
-    }
     workload: Workload | WorkloadMixture
-    environments: Environments
     if config.is_mixture:
         order = weighted_order(list(resolved.settings.environment_weights.values()))
         workload = WorkloadMixture(list(workloads.values()), order)
+    else:
+        (workload,) = workloads.values()
+    return World(workloads, workload, cost, _engine_settings(resolved, model, cost))
+
+
+def build_ports(resolved: Resolved, persisted: Persisted, recorder: Recorder, world: World | None = None) -> Ports:
+    """Simulated ports for a resolved configuration, over `simulated_world` of it."""
+    config = resolved.config
+    world = simulated_world(resolved) if world is None else world
+    parts: dict[str, Environments] = {
+        name: SimEnvironments(
+            world.workloads[name], slots=int(env.slots), deadline_s=env.deadline_s, eval_prompts=config.eval.prompts
+        )
+        for name, env in config.environments.items()
+    }
+    environments: Environments
+    if config.is_mixture:
         environments = MixedEnvironments(parts, slots=resolved.slots)
     else:
-        (workload,), (environments,) = workloads.values(), parts.values()
+        (environments,) = parts.values()
     return Ports(
         cluster=SimCluster(
             resolved.layout.engine_ranks,
             resolved.layout.actor_ranks,
-            cost_model(config.sim.hardware, model),
-            workload,
-            resolved.engine_settings(model),
+            world.cost,
+            world.workload,
+            world.engine,
             with_reference=resolved.settings.uses_reference,
             saved=persisted.saved,
+            weight_sync=config.sim.weight_sync,
         ),
         environments=environments,
-        renderer=renderer,
+        renderer=LengthsRenderer(),
         ledger=persisted.ledger,
         blobs=persisted.blobs,
         checkpoints=persisted.checkpoints,
@@ -153,12 +213,31 @@ def build_ports(resolved: Resolved, persisted: Persisted, recorder: Recorder) ->
     )
 
 
+def _engine_settings(resolved: Resolved, model: ModelSettings, cost: CostModel) -> EngineSettings:
+    """Of the embedded engine on a CPU; of an engine with paged KV on an accelerator."""
+    config, settings = resolved.config, resolved.engine_settings(model)
+    block = config.sim.kv_block_tokens
+    if config.sim.hardware == THIS_CPU:
+        return msgspec.structs.replace(settings, kv_block_tokens=1 if block == "auto" else block)
+    budget = settings.kv_budget_tokens
+    if resolved.loaded.config.rollout.kv_budget_tokens == "auto":
+        budget = min(budget, cost.kv_capacity_tokens)
+    return msgspec.structs.replace(
+        settings,
+        kv_budget_tokens=budget,
+        max_batch=cost.max_batch,
+        prefill_tokens_per_step=ACCELERATOR_PREFILL_TOKENS,
+        prefill_tokens_beside_decoding=ACCELERATOR_PREFILL_TOKENS,
+        kv_block_tokens=settings.kv_block_tokens if block == "auto" else block,
+    )
+
+
 def _workload(resolved: Resolved, env: EnvConfig) -> Workload:
     config = resolved.config
-    seed = config.sim.workload_seed
+    seed, behaviour = config.sim.workload_seed, config.sim.workload
     return Workload(
         config.seed if seed == "auto" else seed,
-        profile(env.name),
+        profile(env.name) if behaviour == "auto" else WorkloadProfile(**behaviour.model_dump()),
         max_turns=config.rollout.max_turns,
         max_context_tokens=config.rollout.max_context_tokens,
         max_new_tokens_per_turn=config.rollout.max_new_tokens_per_turn,

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tiderl.cli.options import AsJson, ConfigFile, Overrides, print_json
+from tiderl.cli.swarm import run_swarm
 from tiderl.data.errors import ConfigurationError
 
 DryRun = Annotated[
@@ -30,6 +31,16 @@ Resume = Annotated[
 Save = Annotated[
     str | None,
     typer.Option("--save", metavar="NAME", help="Keep events and journal under runs/NAME.", show_default=False),
+]
+
+
+Swarm = Annotated[
+    int | None,
+    typer.Option("--swarm", metavar="N", min=1, help="Run N small instances with faults.", show_default=False),
+]
+SwarmSeed = Annotated[
+    int | None,
+    typer.Option("--seed", metavar="S", min=0, help="Of the first of a swarm's instances.", show_default=False),
 ]
 
 
@@ -68,7 +79,8 @@ def train(
             result = api.train(config, overrides, overwrite=overwrite, observer=view).to_json()
     finally:
         view.close()
-    _finish(result, as_json, _after_training(result))
+    profile = None if (run_dir := result.get("run_dir")) is None else api.load_run(run_dir).profile
+    _finish(result, as_json, _after_training(result), profile)
 
 
 def _check_usage(config: Path | None, resume: str | None, dry_run: bool, overwrite: bool) -> None:
@@ -86,6 +98,8 @@ def sim(
     override: Overrides = None,
     dry_run: DryRun = False,
     save: Save = None,
+    swarm: Swarm = None,
+    seed: SwarmSeed = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the same configuration on a virtual clock, with simulated ranks.
@@ -93,8 +107,17 @@ def sim(
     tiderl sim examples/babyai.yaml -o cluster.ranks=64 -o schedule.strategy=sync
 
     The same file and seed give the same events, byte for byte: their SHA-256 is in the result.
+
+    tiderl sim examples/builtin.yaml --swarm 200 --seed 7
+
+    A swarm runs as many small instances of the file, each with its own sizes and faults, and checks every rule in each.
     """
     overrides = override or []
+    if swarm is not None:
+        run_swarm(config, overrides, swarm, seed or 0, as_json, given=dry_run or save is not None)
+        return
+    if seed is not None:
+        raise ConfigurationError("--seed goes with --swarm", hint="the seed of one run is -o seed=N")
     if dry_run:
         _dry_run(config, overrides, "sim", as_json)
         return
@@ -120,14 +143,20 @@ def _dry_run(config: Path, overrides: Sequence[str], command: Literal["train", "
     sys.stdout.write(render_dry_run(resolved))
 
 
-def _finish(result: dict[str, Any], as_json: bool, next_commands: Sequence[str]) -> None:
-    """The summary goes to stdout, or to stderr where stdout is the JSON object's. A stopped run ends with code 130."""
+def _finish(
+    result: dict[str, Any], as_json: bool, next_commands: Sequence[str], profile: dict[str, Any] | None = None
+) -> None:
+    """Profile and summary go to stdout, or to stderr where stdout is the JSON object's. A stopped run ends with code
+    130."""
     from rich.console import Console
 
+    from tiderl.observe.profile import render_profile
     from tiderl.observe.summary import render_summary
 
-    summary = render_summary(result, no_effect=result.get("no_effect") or (), next_commands=next_commands)
-    Console(stderr=as_json, highlight=False, soft_wrap=True).print(summary)
+    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    if profile is not None:
+        console.print(render_profile(profile))
+    console.print(render_summary(result, no_effect=result.get("no_effect") or (), next_commands=next_commands))
     if as_json:
         print_json(result)
     if result.get("outcome") == "stopped":

@@ -14,6 +14,7 @@ from typing import Any
 
 from tiderl.cluster.rank import Rank
 from tiderl.cluster.specs import METHODS, HostSpec
+from tiderl.data import spans
 from tiderl.data.errors import InfrastructureFault, TideError
 from tiderl.wire.channel import Channel
 from tiderl.wire.faults import describe_error
@@ -32,7 +33,11 @@ def main() -> int:
     request = channel.receive()
     assert request is not None
     try:
-        rank = Rank(request.payload(HostSpec), channel.reply, channel.reply_error)
+        spec: HostSpec = request.payload(HostSpec)
+        if spec.profile:
+            spans.start("host loop")
+        with spans.span("start"):
+            rank = Rank(spec, channel.reply, channel.reply_error)
     except Exception as error:  # noqa: BLE001 passed on with its type: the driver decides
         _log(error)
         channel.reply_error(request, error)
@@ -63,7 +68,8 @@ def serve(channel: Channel, rank: Rank) -> None:
             _carry_out(channel, rank, message)
             message = None if rank.closed else channel.receive(0.0)
         if rank.has_work():
-            rank.step()
+            with channel.gathered():  # turns that end in one step are told as one
+                rank.step()
             reported_blocked = False
             if time.monotonic() - reported_s >= STATS_EVERY_S:
                 channel.notify("stats", rank.stats())

@@ -17,6 +17,7 @@ from tiderl.cluster.layout import Layout
 from tiderl.cluster.proxies import EngineProxy
 from tiderl.cluster.specs import METHODS, HostSpec, Started
 from tiderl.data.errors import InfrastructureFault, RankLost, TideError
+from tiderl.data.spans import ProcessSpans
 from tiderl.data.turns import EngineStats
 from tiderl.runtime.ports import RankChange
 from tiderl.wire.channel import Connection
@@ -25,6 +26,7 @@ from tiderl.wire.spawn import Child, spawn
 
 START_DEADLINE_S = 300.0  # imports and model building on a slow disk
 CLOSE_DEADLINE_S = 5.0
+SPANS_DEADLINE_S = 60.0  # behind at most one step or one training call; nothing waits for it
 RESTARTS = 5  # within RESTART_WINDOW_S; more is a fault that a restart does not cure
 RESTART_WINDOW_S = 600.0
 FIRST_PAUSE_S = 0.1  # doubled with every restart in the window
@@ -93,6 +95,14 @@ class ProcessLink:
                 await self._connection.request("close", None, METHODS["close"].result, CLOSE_DEADLINE_S)
         self._down = "the cluster was closed"
         await self.kill()
+
+    async def spans(self) -> list[tuple[str, ProcessSpans]]:
+        """Of its process; empty when it is not profiled, down or too busy."""
+        try:
+            found = await self.request("spans", None, METHODS["spans"].result, SPANS_DEADLINE_S)
+        except InfrastructureFault:
+            return []
+        return [] if found is None else [(f"{self.spec.name}: {self.spec.holds}", found)]
 
     async def kill(self) -> None:
         if self._connection is not None:
@@ -167,6 +177,11 @@ class ProcessCluster:
         if isinstance(change, TideError):
             raise change
         return change
+
+    async def spans(self) -> list[tuple[str, ProcessSpans]]:
+        """See `data.spans.Spanned`."""
+        found = await asyncio.gather(*(link.spans() for link in self._links.values()))
+        return [one for of_link in found for one in of_link]
 
     async def close(self) -> None:
         watching, self._watching = self._watching, []

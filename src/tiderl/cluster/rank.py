@@ -7,17 +7,21 @@ ticket, at once or, for `generate`, when its turn ends. Must not know channels o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiderl.cluster.specs import Backward, Begin, Forward, Generated, HostSpec, Started, TurnName, WarmUp, load_builder
 from tiderl.data.errors import InfrastructureFault
 from tiderl.data.records import TaskKey, WeightHandle
+from tiderl.data.spans import span, taken
 from tiderl.data.turns import EngineStats, PauseMode, Turn, TurnFailure, TurnResult
 from tiderl.runtime.ports import EngineCore, TrainerCore
 from tiderl.wire.faults import error_for_reason
 
 _LATER = object()  # the command answers its ticket itself
+
+SPAN_NAMES = {"generate": "add turn", "reference_logprobs": "reference", "finish": "optimizer"}
+"""Spans of commands that are not called like their method."""
 
 Ticket = Any
 """Who asked: handed back with the answer, never looked into."""
@@ -38,7 +42,10 @@ class Rank:
         self._engine: EngineCore | None = None
         self._trainer: TrainerCore | None = None
         self._turns: dict[tuple[TaskKey, int], Ticket] = {}
-        self._commands: dict[str, Callable[[Ticket, Any], Any]] = {"close": lambda ticket, _: self.close()}
+        self._commands: dict[str, Callable[[Ticket, Any], Any]] = {
+            "close": lambda ticket, _: self.close(),
+            "spans": lambda ticket, _: taken(),
+        }
         if spec.engine is not None:
             self._engine = load_builder(spec.engine_core)(spec.engine)
             self._commands |= self._engine_commands(self._engine)
@@ -52,7 +59,8 @@ class Rank:
         return Started(None if self._engine is None else self._engine.capabilities, self.stats())
 
     def stats(self) -> EngineStats | None:
-        return None if self._engine is None else self._engine.stats()
+        with span("stats"):
+            return None if self._engine is None else self._engine.stats()
 
     def handle(self, ticket: Ticket, method: str, payload: Any) -> None:
         """Carry out one request. What a core raises goes to who asked; the rank lives on."""
@@ -61,7 +69,8 @@ class Rank:
             self._refuse(ticket, InfrastructureFault(f"{self.spec.name} has nothing that can {method}"))
             return
         try:
-            result = command(ticket, payload)
+            with span(SPAN_NAMES.get(method, method)):
+                result = command(ticket, payload)
         except Exception as error:  # noqa: BLE001 the boundary of the cores: passed on with its type
             self._refuse(ticket, error)
             return
@@ -74,8 +83,7 @@ class Rank:
     def step(self) -> None:
         """One engine step; answers the turns that ended. What it raises is the end of this rank."""
         assert self._engine is not None
-        for outcome in self._engine.step():
-            self._end_turn(outcome)
+        self._end_turns(self._engine.step())
 
     def blocked(self) -> str:
         """Who holds the KV when turns wait and none can run; empty when all is well."""
@@ -105,14 +113,19 @@ class Rank:
                 core.close()
         self.fail_all(InfrastructureFault(f"{self.spec.name} was closed"))
 
-    def _end_turn(self, outcome: TurnResult | TurnFailure) -> None:
-        assert self._engine is not None
-        ticket = self._turns.pop((outcome.task, outcome.turn), None)
-        if isinstance(outcome, TurnFailure):
-            where = f"turn {outcome.turn} of {outcome.task} on {self.spec.name}"
-            self._refuse(ticket, error_for_reason(outcome.error, outcome.what, where))
-        else:
-            self._answer(ticket, Generated(outcome, self._engine.stats()))
+    def _end_turns(self, outcomes: Sequence[TurnResult | TurnFailure]) -> None:
+        """Of one step: the engine's state after it is the same for all, and takes longer to say than a turn."""
+        if not outcomes:
+            return
+        stats = self.stats()
+        assert stats is not None
+        for outcome in outcomes:
+            ticket = self._turns.pop((outcome.task, outcome.turn), None)
+            if isinstance(outcome, TurnFailure):
+                where = f"turn {outcome.turn} of {outcome.task} on {self.spec.name}"
+                self._refuse(ticket, error_for_reason(outcome.error, outcome.what, where))
+            else:
+                self._answer(ticket, Generated(outcome, stats))
 
     def _engine_commands(self, engine: EngineCore) -> dict[str, Callable[[Ticket, Any], Any]]:
         def generate(ticket: Ticket, turn: Turn) -> Any:
@@ -123,12 +136,11 @@ class Rank:
         def abort(ticket: Ticket, name: TurnName) -> EngineStats:
             result = engine.abort(name.task, name.turn)
             if result is not None:
-                self._end_turn(result)
+                self._end_turns([result])
             return engine.stats()
 
         def pause(ticket: Ticket, mode: PauseMode) -> EngineStats:
-            for result in engine.pause(mode):
-                self._end_turn(result)
+            self._end_turns(engine.pause(mode))
             return engine.stats()
 
         def resume(ticket: Ticket, _: None) -> EngineStats:

@@ -15,6 +15,7 @@ import numpy as np
 from tiderl.data.errors import ConfigurationError, MissingExtraError
 from tiderl.data.records import MicroBatch, Sequence, TaskKey, UpdateStats, WeightHandle
 from tiderl.data.settings import EngineSettings, TrainerSettings
+from tiderl.data.spans import ProcessSpans
 from tiderl.data.turns import EngineCapabilities, EngineStats, PauseMode, Turn, TurnResult
 
 
@@ -26,10 +27,17 @@ class HostSpec(msgspec.Struct, frozen=True):
     engine_core: str = "tiderl.engines.torch_engine:build"
     trainer: TrainerSettings | None = None
     trainer_core: str = "tiderl.trainers.torch_trainer:build"
+    profile: bool = False  # count where the time of its process goes
 
     @property
     def name(self) -> str:
         return f"rank {self.rank}"
+
+    @property
+    def holds(self) -> str:
+        """What its cores are, for people."""
+        cores = (("engine", self.engine), ("trainer", self.trainer))
+        return " and ".join(name for name, core in cores if core is not None)
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -97,6 +105,7 @@ METHODS: dict[str, Method] = {
     "save": Method(str, None),
     "restore": Method(str, None),
     "save_model": Method(str, None),
+    "spans": Method(None, ProcessSpans | None),
     "close": Method(None, None),
 }
 

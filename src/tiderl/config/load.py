@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tiderl.config import document
-from tiderl.config.schema import MIX, ONE, RESERVED, SECTIONS, Config, Section, WaitConfig, known_keys
+from tiderl.config.schema import RESERVED, SECTIONS, TAGS, Config, Section, SimWorkloadConfig, WaitConfig, known_keys
 from tiderl.data.errors import ConfigurationError
 
 HINTS: Mapping[str, str] = {
@@ -164,7 +164,7 @@ def _explain(error: ValidationError, values: object, places: Mapping[str, str], 
     details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
     detail = details[0]
     # A choice of alternatives puts its tag behind the key.
-    key = ".".join(str(part) for part in detail["loc"] if part not in (ONE, MIX))
+    key = ".".join(str(part) for part in detail["loc"] if part not in TAGS)
     where = next((places[at] for at in _outward(key) if at in places), str(path))
     if detail["type"] == "extra_forbidden":
         return ConfigurationError(f"unknown key {key}", where=where, hint=_did_you_mean(key))
@@ -183,7 +183,12 @@ def _outward(key: str) -> Iterator[str]:
 def _did_you_mean(key: str) -> str:
     key = re.sub(r"^env\.\d+", "env", key)  # of a mixture
     section, _, name = key.rpartition(".")
-    models: dict[str, type[Section]] = {"": Config, "env.wait": WaitConfig, **SECTIONS}
+    models: dict[str, type[Section]] = {
+        "": Config,
+        "env.wait": WaitConfig,
+        "sim.workload": SimWorkloadConfig,
+        **SECTIONS,
+    }
     siblings = list(models.get(section, Config).model_fields)
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
     if close:

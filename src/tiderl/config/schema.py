@@ -6,6 +6,7 @@ value came from in `load.py`. Knows nothing of files, strategies or the machine.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -246,6 +247,12 @@ class SimWorkloadConfig(Section):
     group_correlation: Fraction = 0.5
     """Of the turns of a group's members, in standard deviations."""
     success_fraction: Fraction = 0.5
+    system_tokens: NonNegative = 0.0
+    """Of the first prompt: the same for every prompt, as tool schemas are. Engines keep their KV once."""
+    timeout_fraction: Fraction = 0.0
+    """Of resets and steps: they never answer, and end at `env.deadline_s`."""
+    failure_fraction: Fraction = 0.0
+    """Of resets and steps: they raise."""
 
 
 def _workload(value: object) -> object:
@@ -254,13 +261,40 @@ def _workload(value: object) -> object:
     raise ValueError("must be auto, or a mapping such as {turns_median: 7, turns_sigma: 0.5, …}")
 
 
+GIVEN = "given"
+AutoOrWorkload = Annotated[
+    Annotated[Auto, Tag("auto")] | Annotated[SimWorkloadConfig, Tag(GIVEN)],
+    Discriminator(lambda value: "auto" if value == "auto" else GIVEN),
+    BeforeValidator(_workload),
+]
+TAGS = (ONE, MIX, GIVEN)
+"""Of alternatives: what errors name behind a key without its being one."""
+
+
+def _faults(value: object) -> object:
+    from tiderl.sim.faults.plan import FAULTS
+
+    if isinstance(value, Mapping):
+        for name, probability in value.items():
+            if name not in FAULTS:
+                close = difflib.get_close_matches(str(name), FAULTS, n=1)
+                known = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(FAULTS)}"
+                raise ValueError(f"holds {name!r}, which is no fault ({known})")
+            if isinstance(probability, bool) or not isinstance(probability, int | float) or not 0 <= probability <= 1:
+                raise ValueError(f"needs a probability from 0 to 1 for {name}")
+        return {name: float(probability) for name, probability in value.items()}
+    if value not in ("none", "swarm"):
+        raise ValueError("must be none, swarm, or a mapping such as {engine_crash: 0.01}")
+    return value
+
+
 class SimConfig(Section):
     """Read by `tiderl sim` only."""
 
     hardware: Name = "this-cpu"
     model: Name = "auto"
     """`auto`: the shape of `model:`; else a published model that `cost/models.py` knows."""
-    workload: Annotated[SimWorkloadConfig | Auto, BeforeValidator(_workload)] = "auto"
+    workload: AutoOrWorkload = "auto"
     """`auto`: the profile that the environment's registry line holds."""
     workload_seed: Annotated[int | Auto, _auto_or_whole(0)] = "auto"
     """Seed of lengths and waits; `auto`: the run's `seed`."""
@@ -268,7 +302,12 @@ class SimConfig(Section):
     """Constants of `cost.CostModel` by name, instead of those that hardware and model give."""
     efficiency: dict[str, PositiveFloat] = {}
     """Factors of `cost.hardware.Efficiency` by name, instead of the assumed ones."""
-    faults: Annotated[str, BeforeValidator(_only("none", "a fault plan"))] = "none"
+    weight_sync: Literal["relay", "broadcast", "delta"] = "relay"
+    """How a version reaches the engines: each reads it, all share a collective with the trainer, or what changed."""
+    kv_block_tokens: AutoPositive = "auto"
+    """Positions in one block of an engine's KV; `auto`: 1 on `this-cpu`, whose engine keeps contexts, else 16."""
+    faults: Annotated[Literal["none", "swarm"] | dict[str, Fraction], BeforeValidator(_faults)] = "none"
+    """`swarm`: a random subset, drawn by `seed`; or a mapping of faults to their probabilities."""
 
 
 class Config(Section):

@@ -7,96 +7,10 @@ one token. The trainer's work is proportional to its tokens. Knows no clock and 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 from tiderl.data.errors import ConfigurationError
-from tiderl.data.scratch import MLP_WIDTH_FACTOR
-from tiderl.data.settings import ModelSettings
-
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a decoder-only transformer that decide what it costs."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    feed_forward: int
-    vocab_size: int
-    tied_embeddings: bool = True
-    dtype_bytes: int = 4
-
-    @property
-    def parameters(self) -> int:
-        """Weights of the embeddings, attention and feed-forward matrices; norms and biases are left out."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        feed_forward = 3 * self.hidden * self.feed_forward
-        embeddings = self.vocab_size * self.hidden * (1 if self.tied_embeddings else 2)
-        return self.layers * (attention + feed_forward) + embeddings
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.parameters * self.dtype_bytes
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of one position in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
-
-    @classmethod
-    def of(cls, model: ModelSettings) -> ModelShape:
-        """The shape of a configured policy. Raises `ConfigurationError` for a folder without `config.json`."""
-        dtype_bytes = _DTYPE_BYTES.get(model.dtype)
-        if dtype_bytes is None:
-            raise ConfigurationError(
-                f"no cost is known for the dtype {model.dtype!r}",
-                where="train.dtype",
-                hint=f"known: {', '.join(sorted(_DTYPE_BYTES))}",
-            )
-        if model.path == "scratch":
-            return cls(
-                layers=model.layers,
-                hidden=model.hidden,
-                heads=model.heads,
-                kv_heads=model.kv_heads,
-                head_dim=model.hidden // model.heads,
-                feed_forward=MLP_WIDTH_FACTOR * model.hidden,
-                vocab_size=model.vocab_size,
-                dtype_bytes=dtype_bytes,
-            )
-        return cls._of_folder(model.path, dtype_bytes)
-
-    @classmethod
-    def _of_folder(cls, path: str, dtype_bytes: int) -> ModelShape:
-        file = Path(path) / "config.json"
-        try:
-            config = json.loads(file.read_text())
-            heads = int(config["num_attention_heads"])
-            hidden = int(config["hidden_size"])
-            return cls(
-                layers=int(config["num_hidden_layers"]),
-                hidden=hidden,
-                heads=heads,
-                kv_heads=int(config.get("num_key_value_heads") or heads),
-                head_dim=int(config.get("head_dim") or hidden // heads),
-                feed_forward=int(config["intermediate_size"]),
-                vocab_size=int(config["vocab_size"]),
-                tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-                dtype_bytes=dtype_bytes,
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(
-                f"no model shape can be read from {str(file)!r} ({type(error).__name__}: {error})",
-                where="model.path",
-                hint="name a Hugging Face folder with a config.json, or use path: scratch",
-            ) from error
 
 
 @dataclass(frozen=True)
@@ -118,6 +32,7 @@ class CostModel:
     swap_one_way_s: float  # one load of one model's weights onto a rank; a round trip is two
     checkpoint_s: float  # write weights and optimizer state
     weight_bytes: int
+    delta_fraction: float = 0.05  # of the weights that one update changes, for a weight sync by differences (assumed)
 
     @property
     def actor_token_s(self) -> float:
@@ -134,12 +49,16 @@ class CostModel:
             backward_token_s=self.backward_token_s / ranks,
         )
 
-
-@dataclass(frozen=True)
-class Hardware:
-    """One kind of accelerator: its memory and what a model costs on it."""
-
-    name: str
-    memory_bytes: int
-    cost: Callable[[ModelShape, int], CostModel]
-    """(shape, memory_bytes) -> the cost model of one rank."""
+    def with_constants(self, constants: Mapping[str, float]) -> CostModel:
+        """The same with some constants replaced, by their names here. Raises `ConfigurationError` for an unknown or
+        negative one."""
+        names = [field.name for field in fields(self)]
+        for name, value in constants.items():
+            if name not in names:
+                raise ConfigurationError(
+                    f"unknown constant {name!r}", where="sim.cost", hint=f"known: {', '.join(names)}"
+                )
+            if not value >= 0:
+                raise ConfigurationError(f"{name} must be at least 0, given {value}", where=f"sim.cost.{name}")
+        counts = {name: int(value) for name, value in constants.items() if name in ("max_batch", "kv_capacity_tokens")}
+        return replace(self, **{**constants, **counts})  # type: ignore[arg-type]

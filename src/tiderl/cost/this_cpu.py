@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 
-from tiderl.cost.model import CostModel, ModelShape
+from tiderl.cost.model import CostModel
+from tiderl.cost.models import ModelShape
 
 # Parameters of the two measured models.
 TINY_PARAMETERS = 917_504

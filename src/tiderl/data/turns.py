@@ -53,6 +53,7 @@ class TurnResult(msgspec.Struct, frozen=True):
     prefill_s: float = 0.0
     decode_s: float = 0.0
     recompute_s: float = 0.0  # of decode_s, on context whose KV new weights or a preemption had made void
+    ended_s: float = -1.0  # the moment of the last token; -1: the engine has no clock of its own
 
 
 class TurnFailure(msgspec.Struct, frozen=True):

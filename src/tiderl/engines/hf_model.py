@@ -1,4 +1,4 @@
-"""The model of the embedded engine: a Hugging Face causal LM run over the slot cache, and its weights from a file.
+"""The model of the embedded engine: from a Hugging Face configuration to a decoder, and its weights from a file.
 
 Built without weights: they arrive only by `load`, which changes nothing unless the whole file fits the model.
 Qwen3, Qwen2 and Llama with full attention; knows nothing of turns and budgets.
@@ -9,17 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tiderl.data.errors import CheckpointError, ConfigurationError, MissingExtraError
 from tiderl.data.scratch import SCRATCH_MODEL_TYPE, scratch_config
 from tiderl.data.settings import ModelSettings
-from tiderl.engines.slot_cache import SlotCache, attention_mask, slot_attention
+from tiderl.engines.attention import SlotAttention
+from tiderl.engines.decoder import EMBEDDING, HEAD, Decoder, DecoderSizes
+from tiderl.engines.slot_cache import SlotCache
 
 FAMILIES = ("qwen3", "qwen2", "llama")
-ATTENTION = "tiderl_slots"  # the name of `slot_attention` in transformers' registry
 POSITION_ROPES = ("default", "linear", "llama3", "yarn")  # a token's rotation depends on its position only
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class SlotModel:
@@ -30,33 +31,33 @@ class SlotModel:
             import transformers
         except ModuleNotFoundError as missing:
             raise MissingExtraError("transformers", "train", where="engines.torch") from missing
-        transformers.AttentionInterface.register(ATTENTION, slot_attention)
         self.device = _device(settings.device)
         self.dtype = _dtype(settings.dtype)
         config = _config(settings)
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=self.dtype, attn_implementation=ATTENTION
-            )
-        model.to_empty(device=self.device)
-        backbone = model.model
-        with torch.device(self.device):  # its tables are computed at construction, not loaded
-            backbone.rotary_emb = type(backbone.rotary_emb)(config=config)
-        model.tie_weights()
-        if self.dtype == torch.float32:
-            _fuse_norms(model)
-        self._model = model.eval().requires_grad_(False)
         self.vocab_size = int(config.vocab_size)
-        self._kv_heads = int(config.num_key_value_heads)
-        self._query_groups = int(config.num_attention_heads) // self._kv_heads
-        self._layers = int(config.num_hidden_layers)
-        self._head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        self._sizes = DecoderSizes(
+            layers=int(config.num_hidden_layers),
+            heads=int(config.num_attention_heads),
+            kv_heads=int(config.num_key_value_heads),
+            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads),
+            norm_eps=float(config.rms_norm_eps),
+        )
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        # The family's own tables: they hold whatever scaling of positions the configuration asks for.
+        rotary = type(model.model.rotary_emb)(config=config)
+        places = torch.arange(settings.max_context_tokens)[None]
+        cos, sin = rotary(torch.empty(0, dtype=self.dtype), places)
+        activation = F.silu if config.hidden_act == "silu" else transformers.activations.ACT2FN[config.hidden_act]
+        tables = cos[0].to(self.device), sin[0].to(self.device)
+        self.decoder = Decoder(self._sizes, self._shapes, tables, activation)
 
     def new_cache(self, max_rows: int) -> SlotCache:
         return SlotCache(
-            layers=self._layers,
-            kv_heads=self._kv_heads,
-            head_dim=self._head_dim,
+            layers=self._sizes.layers,
+            kv_heads=self._sizes.kv_heads,
+            head_dim=self._sizes.head_dim,
             max_rows=max_rows,
             dtype=self.dtype,
             device=self.device,
@@ -67,23 +68,10 @@ class SlotModel:
 
         A row shorter than `width` repeats its last token at its last position. Returns float32 [rows, vocabulary].
         """
+        fresh = not positions[:, 0].any()
         ids, positions = ids.to(self.device, non_blocking=True), positions.to(self.device, non_blocking=True)
-        visible = cache.select(first_row, positions, last_position)
-        mask = attention_mask(visible, self._query_groups, self.dtype)
-        backbone = self._model.model
-        hidden = backbone.embed_tokens(ids)
-        rotary = backbone.rotary_emb(hidden, positions)
-        for layer in backbone.layers:
-            hidden = layer(
-                hidden,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                position_embeddings=rotary,
-            )
-        logits: Tensor = self._model.lm_head(backbone.norm(hidden[:, -1]))
-        return logits.float()
+        attention = SlotAttention(cache, first_row, positions, last_position, fresh)
+        return self.decoder.forward(attention, ids, positions).float()
 
     def load(self, path: str) -> None:
         """Copy a safetensors file with Hugging Face parameter names into the model. A tied head may be left out.
@@ -92,25 +80,23 @@ class SlotModel:
         """
         from safetensors import SafetensorError, safe_open
 
-        parameters = dict(self._model.named_parameters())  # a tied head appears once, as the embedding
+        parameters, shapes = self.decoder.parameters, self._shapes  # a tied head is only there as the embedding
         try:
             with safe_open(path, framework="pt", device=str(self.device)) as file:
-                sources = self._sources(set(file.keys()), parameters, path)
+                sources = self._sources(set(file.keys()), path)
                 for name, source in sources.items():
                     shape = tuple(file.get_slice(source).get_shape())
-                    if shape != tuple(parameters[name].shape):
-                        raise CheckpointError(
-                            f"{name} has shape {shape}, the model has {tuple(parameters[name].shape)}",
-                            where=path,
-                        )
+                    if shape != shapes[name]:
+                        raise CheckpointError(f"{name} has shape {shape}, the model has {shapes[name]}", where=path)
                 for name, source in sources.items():
                     parameters[name].copy_(file.get_tensor(source))
         except (OSError, SafetensorError) as damaged:
             raise CheckpointError(f"the weights cannot be read: {damaged}", where=path) from damaged
 
-    def _sources(self, names: set[str], parameters: dict[str, Any], path: str) -> dict[str, str]:
-        sources = {name: name for name in parameters}
-        tied = HEAD not in parameters
+    def _sources(self, names: set[str], path: str) -> dict[str, str]:
+        """Which name of the file each parameter is read from."""
+        sources = {name: name for name in self._shapes}
+        tied = HEAD not in self._shapes
         if tied and EMBEDDING not in names:
             sources[EMBEDDING] = HEAD
         missing = sorted(set(sources.values()) - names)
@@ -120,20 +106,6 @@ class SlotModel:
                 f"the weights are of another model: missing {missing[:3]}, unknown {surplus[:3]}", where=path
             )
         return sources
-
-
-def _fuse_norms(module: torch.nn.Module) -> None:
-    """Replace the family's RMS norms by torch's one-kernel norm over the same parameter names.
-
-    In float32 only: in half precision the families round before they multiply by the weight, torch after.
-    """
-    for name, child in module.named_children():
-        if hasattr(child, "variance_epsilon"):
-            weight = child.weight
-            norm = torch.nn.RMSNorm(weight.shape, eps=child.variance_epsilon, device=weight.device, dtype=weight.dtype)
-            setattr(module, name, norm)
-        else:
-            _fuse_norms(child)
 
 
 def _device(name: str) -> torch.device:

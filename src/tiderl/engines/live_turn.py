@@ -1,6 +1,7 @@
 """One turn inside the engine, from `add` to its result: its ids, how many of them have KV, and its times.
 
-Tokens keep the weight version that made them (I6). Knows no rows, budgets or tensors.
+Tokens keep the weight version that made them (I6), and its place in the order is fixed: preempted, it comes back to
+the same place. Knows no budgets or tensors.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 import numpy as np
 
 from tiderl.data.turns import FinishReason, Turn, TurnResult
+from tiderl.engines.residency import HeldKv, group_of
 from tiderl.engines.sampling import Uniforms
 
 
 class LiveTurn:
     """`ids[:length]` is the context and what was sampled so far; `ids[:filled]` has KV in the turn's row."""
 
-    def __init__(self, turn: Turn, now_s: float) -> None:
+    def __init__(self, turn: Turn, arrival: int, now_s: float) -> None:
         self.turn = turn
+        self.group = group_of(turn.task)
+        self.order = (-turn.priority, arrival)  # smaller is more senior: it starts first and gives way last
         self.retain = turn.retain
         self.context_tokens = len(turn.ids)
         self.need_tokens = self.context_tokens + turn.sampling.max_new_tokens
@@ -23,7 +27,11 @@ class LiveTurn:
         self.ids[: self.context_tokens] = turn.ids
         self.length = self.context_tokens
         self.filled = 0
-        self.cached_tokens = 0
+        self.reserved_tokens = 0  # of the KV budget, while it runs
+        self.own_kv: HeldKv | None = None  # what its task held, from admission until the row is first computed
+        self.preemptions = 0
+        self.cached_tokens = 0  # when its row was first computed; recomputing later does not change it
+        self._activated = False
         self._uniforms = Uniforms(turn.sampling.seed)
         self._stop_ids = frozenset(turn.sampling.stop_ids)
         self._logprobs: list[float] = []
@@ -32,15 +40,39 @@ class LiveTurn:
         self._admitted_s = self._first_token_s = -1.0
 
     @property
+    def known_ids(self) -> np.ndarray:
+        """int32 [length]: a view, for as long as nothing is appended."""
+        return self.ids[: self.length]
+
+    @property
     def pending(self) -> int:
         """Tokens that the next forward of this turn must still compute: 1 while decoding."""
         return self.length - self.filled
 
+    @property
+    def sampled_tokens(self) -> int:
+        return self.length - self.context_tokens
+
     def next_uniform(self) -> float:
         return self._uniforms.next()
 
-    def admitted(self, now_s: float) -> None:
-        self._admitted_s = now_s
+    def admitted(self, own_kv: HeldKv | None, reserved_tokens: int, now_s: float) -> None:
+        self.own_kv, self.reserved_tokens = own_kv, reserved_tokens
+        if self._admitted_s < 0:
+            self._admitted_s = now_s
+
+    def activated(self, reused_tokens: int) -> None:
+        """Its row starts with this many positions that were copied."""
+        self.filled = reused_tokens
+        self.own_kv = None
+        if not self._activated:
+            self._activated = True
+            self.cached_tokens = reused_tokens
+
+    def forget_kv(self) -> None:
+        """All of its context is to be computed again; what was sampled stays."""
+        self.filled = 0
+        self.own_kv = None
 
     def append(self, token: int, logprob: float, version: int, now_s: float) -> FinishReason | None:
         """Take a sampled token; the reason when it is the last one."""
@@ -68,4 +100,5 @@ class LiveTurn:
             queued_s=admitted_s - self._added_s,
             prefill_s=first_token_s - admitted_s,
             decode_s=now_s - first_token_s,
+            ended_s=now_s,
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 from tiderl.data.errors import ConfigurationError, InvariantViolation
 from tiderl.data.turns import Sampling
 
+UNIFORMS_AHEAD = 32  # drawn in one call: a call of the generator costs many times a number
 LARGEST_UNIFORM = 1.0 - 2.0**-40  # times a sum of probabilities it stays below that sum in float64
 
 
@@ -35,9 +36,12 @@ class Uniforms:
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.Generator(np.random.Philox(key=seed & 0xFFFF_FFFF_FFFF_FFFF))
+        self._ahead: list[float] = []  # the next ones, last first
 
     def next(self) -> float:
-        return min(float(self._generator.random()), LARGEST_UNIFORM)
+        if not self._ahead:
+            self._ahead = np.minimum(self._generator.random(UNIFORMS_AHEAD), LARGEST_UNIFORM)[::-1].tolist()
+        return self._ahead.pop()
 
 
 def sample(logits: Tensor, temperatures: list[float], uniforms: list[float]) -> list[tuple[int, float] | None]:
@@ -49,13 +53,13 @@ def sample(logits: Tensor, temperatures: list[float], uniforms: list[float]) -> 
     controls = torch.tensor([temperatures, uniforms], dtype=torch.float64).to(logits.device, non_blocking=True)
     greedy = controls[0] == 0.0
     scale = torch.where(greedy, 1.0, controls[0]).to(torch.float32)
-    logprobs = torch.log_softmax(logits / scale[:, None], dim=-1)
-    cumulative = torch.cumsum(logprobs.exp(), dim=-1, dtype=torch.float64)
+    probabilities = torch.softmax(logits / scale[:, None], dim=-1)
+    cumulative = torch.cumsum(probabilities, dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]  # not finite where any logit is NaN or +inf
     drawn = torch.searchsorted(cumulative, controls[1][:, None] * total, right=True)
     tokens = drawn.clamp_(max=logits.shape[-1] - 1)
     if 0.0 in temperatures:
         tokens = torch.where(greedy[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
-    chosen = torch.where(greedy[:, None], 0.0, logprobs.gather(-1, tokens))
+    chosen = torch.where(greedy[:, None], 0.0, probabilities.gather(-1, tokens).log())
     packed = torch.cat([tokens.to(torch.float64), chosen.to(torch.float64), total], dim=1)  # one transfer a step
     return [(int(token), logprob) if np.isfinite(mass) else None for token, logprob, mass in packed.tolist()]

@@ -1,6 +1,6 @@
 """The embedded engine: continuous batching over a Hugging Face model, with task-level KV between turns.
 
-Keeps I4 (a turn starts only when all it may need fits), I6 (KV of another version is never used, every token carries
+Keeps I4 (`admission` decides who may start or grow), I6 (KV of another version is never used, every token carries
 its version) and I8 (KV is reused only for equal ids). Knows turns and tasks; nothing of trajectories or schedules.
 """
 
@@ -22,6 +22,7 @@ from tiderl.data.errors import (
 )
 from tiderl.data.records import TaskKey, WeightHandle
 from tiderl.data.settings import EngineSettings
+from tiderl.data.spans import span
 from tiderl.data.turns import (
     EngineCapabilities,
     EngineStats,
@@ -36,9 +37,13 @@ try:
 except ModuleNotFoundError as missing:
     raise MissingExtraError("torch", "train", where="rollout.engine torch") from missing
 
+from tiderl.engines.active_rows import ActiveRows
+from tiderl.engines.admission import Admission
 from tiderl.engines.hf_model import SlotModel
+from tiderl.engines.host_pool import HostPool, default_budget_tokens
 from tiderl.engines.live_turn import LiveTurn
-from tiderl.engines.residency import HeldKv, Residency
+from tiderl.engines.residency import GroupKey, HeldKv, Owner, Residency, group_of
+from tiderl.engines.reuse import Sources, prefix_to_keep
 from tiderl.engines.sampling import check_sampling, sample
 
 HOLDERS_SHOWN = 8
@@ -53,13 +58,13 @@ def build(settings: EngineSettings) -> TorchEngine:
 class TorchEngine:
     """`EngineCore` over a Qwen3, Qwen2 or Llama model.
 
-    Running turns sit in rows 0… of the slot cache. Rows [0, decoding) need one token a step; the rows behind them, in
-    order of admission, still have context to prefill. One step decodes the former and prefills up to
-    `prefill_tokens_per_step` padded tokens of the latter, whose first token is sampled in the same step; only a context
-    longer than that is cut into chunks.
-    """
+    One step decodes a token for every row whose context is computed, and prefills up to `prefill_tokens_per_step`
+    padded tokens of the rows behind them (fewer beside decoding rows), whose first token is sampled in the same step;
+    only a context longer than that is cut into chunks.
 
-    capabilities = EngineCapabilities(retain=True, offload=False)
+    A row is filled when its prefill begins: by what the task held, or by a copy of what a member of its group has of
+    the same ids. Members that come together wait while the first of them prefills the prompt.
+    """
 
     def __init__(self, settings: EngineSettings, clock: Callable[[], float] = time.perf_counter) -> None:
         if settings.kv_policy != "lru":
@@ -68,33 +73,38 @@ class TorchEngine:
                 where="rollout.kv_policy",
                 hint="use lru",
             )
+        if not 0.0 < settings.growth_quantile <= 1.0:
+            raise ConfigurationError(f"growth_quantile {settings.growth_quantile} is not in (0, 1]", where="rollout")
         self._settings = settings
         self._clock = clock
         self._model = SlotModel(settings.model)
-        self._cache = self._model.new_cache(settings.max_batch)
+        self._rows = ActiveRows(self._model.new_cache(settings.max_batch))
+        host_tokens = settings.host_kv_budget_tokens
+        if host_tokens is None:
+            host_tokens = default_budget_tokens(self._model.device.type, settings.kv_budget_tokens)
+        self._host = HostPool(host_tokens)
+        self.capabilities = EngineCapabilities(retain=True, offload=host_tokens > 0)
         self._residency = Residency(settings.kv_budget_tokens)
+        self._admission = Admission(self._residency, settings.growth_quantile)
         self._version = NO_VERSION
         self._paused = False
         self._live: dict[TaskKey, LiveTurn] = {}  # queued or running, by task
-        self._queue: list[tuple[float, int, LiveTurn]] = []  # heap: priority, then arrival; aborted ones are skipped
         self._arrivals = 0
-        self._rows: list[LiveTurn] = []
-        self._decoding = 0
         self._ended: list[TurnResult] = []  # to be returned by the next step
-        self._generated_tokens = self._prefilled_tokens = self._cached_tokens = 0
+        self._generated_tokens = self._prefilled_tokens = 0
 
     # ---- requests
 
     def add(self, turn: Turn) -> None:
         check_sampling(turn.sampling)
         self._check(turn)
-        live = LiveTurn(turn, self._clock())
+        live = LiveTurn(turn, self._arrivals, self._clock())
+        self._arrivals += 1
         if turn.sampling.max_new_tokens == 0:
             self._ended.append(live.result("length", self._clock()))
             return
         self._live[turn.task] = live
-        heapq.heappush(self._queue, (-turn.priority, self._arrivals, live))
-        self._arrivals += 1
+        self._admission.push(live)
 
     def _check(self, turn: Turn) -> None:
         where = f"turn {turn.turn} of {turn.task}"
@@ -129,10 +139,11 @@ class TorchEngine:
 
     def _abort(self, lives: list[LiveTurn]) -> list[TurnResult]:
         now_s = self._clock()
-        gone = set(map(id, lives))
-        self._leave([row for row, live in enumerate(self._rows) if id(live) in gone])
+        self._leave(self._rows.numbers(lives))
         for live in lives:
             self._live.pop(live.turn.task, None)
+            self._admission.withdraw(live)
+        self._drop_unwanted_prefixes()
         return [live.result("aborted", now_s) for live in lives]
 
     # ---- one iteration
@@ -143,64 +154,73 @@ class TorchEngine:
         self._ended.clear()
         if self._paused or self._version == NO_VERSION:
             return ended
-        self._admit()
-        if not self._rows:
+        with span("admit"):
+            self._admit()
+        if not self._rows.lives:
             return ended
         logits = []
-        decoding = self._decoding
+        decoding = self._rows.decoding
         if decoding:
-            logits.append(self._forward(0, [1] * decoding))
-        plan = self._prefill_plan()
+            with span("decode"):
+                logits.append(self._forward(0, [1] * decoding))
+        with span("fill rows"):
+            plan = self._fill_rows()
         if plan:
-            logits.append(self._forward(decoding, plan))
+            with span("prefill"):
+                logits.append(self._forward(decoding, plan))
             self._prefilled_tokens += sum(plan)
-        computed = self._rows[: decoding + len(plan)]
-        self._decoding = sum(live.pending == 0 for live in computed)  # all but a chunked one, which is the last
-        return ended + self._sample(torch.cat(logits), computed)
+            self._drop_unwanted_prefixes()
+        computed = self._rows.advanced(len(plan))
+        with span("sample"):
+            return ended + self._sample(torch.cat(logits), computed)
 
     def _admit(self) -> None:
-        """Start queued turns in order while rows and budget allow; the first that does not fit holds back the rest."""
-        now_s = self._clock()
-        while self._queue and len(self._rows) < self._settings.max_batch:
-            live = self._queue[0][2]
-            task = live.turn.task
-            if self._live.get(task) is live:
-                if not self._residency.fits(live.need_tokens):
-                    return
-                held = self._residency.reserve(task, live.need_tokens)
-                row = len(self._rows)
-                self._cache.ensure(row + 1, live.need_tokens)
-                if held is not None:
-                    # The last id is always computed: its logits are what the first token is sampled from.
-                    reused = min(held.usable_tokens(live.turn.ids, self._version), live.context_tokens - 1)
-                    self._cache.copy_in(row, held.kv, reused)
-                    live.filled = live.cached_tokens = reused
-                    self._cached_tokens += reused
-                live.admitted(now_s)
-                self._rows.append(live)
-            heapq.heappop(self._queue)
+        """Let running turns grow, then start queued ones with what room is left."""
+        preempted = self._admission.make_room(self._rows.lives)
+        if preempted:
+            self._rows.vacate(self._rows.numbers(preempted))
+            for live in preempted:
+                live.forget_kv()
+        started = self._admission.admit(self._settings.max_batch - len(self._rows.lives), self._clock())
+        for live in started:
+            if live.own_kv is not None:  # a fork leaves the rest of it behind
+                usable = live.own_kv.usable_tokens(live.known_ids, self._version)
+                live.own_kv = self._rows.shortened(live.own_kv, usable)
+        self._rows.append(started)
 
-    def _prefill_plan(self) -> list[int]:
-        """How many tokens each of the next rows prefills now. Only the first of them can be a chunk."""
+    def _fill_rows(self) -> list[int]:
+        """How many tokens each of the rows behind the decoding ones prefills in this step."""
         limit = self._settings.prefill_tokens_per_step
-        plan: list[int] = []
-        width = 0
-        for live in self._rows[self._decoding :]:
-            width = max(width, live.pending)
-            if plan and (len(plan) + 1) * width > limit:
-                break
-            plan.append(min(live.pending, limit))
-        return plan
+        if self._rows.decoding:
+            limit = min(limit, self._settings.prefill_tokens_beside_decoding)
+        decoding = self._rows.lives[: self._rows.decoding]
+        if len(decoding) == len(self._rows.lives):
+            return []
+        widths = self._rows.fill(limit, self._sources(decoding))
+        for live in self._rows.lives[len(decoding) : len(decoding) + len(widths)]:
+            self._host.drop(live.turn.task)  # it is in the row now
+        return widths
+
+    def _sources(self, rows: list[LiveTurn]) -> Sources:
+        """What can be copied from: held KV, and these first rows."""
+        sources = Sources(self._residency, self._host, self._version)
+        for row, live in enumerate(rows):
+            if live.filled:
+                sources.add_row(row, live, prefills=False)
+        return sources
 
     def _forward(self, first_row: int, widths: list[int]) -> torch.Tensor:
         """Compute the next `widths[i]` tokens of rows `first_row + i`: the logits after the last, float32 [rows, V]."""
-        lives = self._rows[first_row : first_row + len(widths)]
+        lives = self._rows.lives[first_row : first_row + len(widths)]
         starts = np.array([live.filled for live in lives], dtype=np.int64)
         lasts = starts + np.array(widths, dtype=np.int64) - 1
         positions = np.minimum(starts[:, None] + np.arange(max(widths)), lasts[:, None])
-        ids = np.stack([live.ids[at] for live, at in zip(lives, positions, strict=True)]).astype(np.int64)
+        if positions.shape[1] == 1:  # of every step: the general way costs a decoding row ten times as much
+            ids = np.array([live.ids[live.filled] for live in lives], dtype=np.int64)[:, None]
+        else:
+            ids = np.stack([live.ids[at] for live, at in zip(lives, positions, strict=True)]).astype(np.int64)
         logits = self._model.forward(
-            self._cache, first_row, torch.from_numpy(ids), torch.from_numpy(positions), int(lasts.max())
+            self._rows.cache, first_row, torch.from_numpy(ids), torch.from_numpy(positions), int(lasts.max())
         )
         for live, width in zip(lives, widths, strict=True):
             live.filled += width
@@ -216,49 +236,60 @@ class TorchEngine:
         draws = sample(logits, temperatures, [0.0 if live.pending else live.next_uniform() for live in lives])
         now_s = self._clock()
         outcomes: list[TurnResult | TurnFailure] = []
-        leaving: list[int] = []
+        leaving: set[int] = set()
         for row, (live, draw) in enumerate(zip(lives, draws, strict=True)):
             if draw is None:
                 outcomes.append(self._numerical_failure(live))
-                self._cache.clear(row)
-                live.retain = False
-                leaving.append(row)
+                self._rows.cache.clear(row)
+                live.forget_kv()
+                leaving.add(row)
                 continue
             if live.pending:
                 continue
             reason = live.append(*draw, self._version, now_s)
             self._generated_tokens += 1
             if reason is not None:
+                self._admission.ended(live)
                 outcomes.append(live.result(reason, now_s))
-                leaving.append(row)
-        self._leave(leaving)
+                leaving.add(row)
         for outcome in outcomes:
             del self._live[outcome.task]
+        with span("retire"):
+            self._leave(leaving)
         return outcomes
 
     def _numerical_failure(self, live: LiveTurn) -> TurnFailure:
         what = f"logits of turn {live.turn.turn} of {live.turn.task} are not finite (weights version {self._version})"
         return TurnFailure(live.turn.task, live.turn.turn, NumericalFault.reason, what)
 
-    def _leave(self, rows: list[int]) -> None:
-        """Free these rows and their reservations, keep their KV for the next turn where wanted, close the gaps."""
-        for row in rows:
-            live = self._rows[row]
-            entry = None
-            if live.retain and live.filled:
-                kv = self._cache.copy_out(row, live.filled)
-                entry = HeldKv(live.ids[: live.filled].copy(), self._version, kv)
-            self._residency.settle(live.turn.task, entry)
-        gone = set(rows)
-        staying = [row for row in range(self._decoding) if row not in gone]
-        order = staying_in_place(staying) + [
-            row for row in range(self._decoding, len(self._rows)) if row not in gone
-        ]  # prefilling rows keep their order, so that a chunked one stays first
-        for target, source in enumerate(order):
-            if source != target:
-                self._cache.move(source, target, self._rows[source].filled)
-        self._rows = [self._rows[source] for source in order]
-        self._decoding = len(staying)
+    def _leave(self, gone: set[int]) -> None:
+        """Free these rows and their reservations, and keep their KV for who will want it: the task, or its group."""
+        staying = [live for row, live in enumerate(self._rows.lives) if row not in gone]
+        for row in sorted(gone):
+            live = self._rows.lives[row]
+            entry = live.own_kv  # it ends before its row was computed
+            if live.filled and (live.retain or self._unstarted(live.group)):
+                entry = self._rows.computed_kv(row, self._version)
+            self._residency.settle(live.turn.task, entry if live.retain else None)
+            if entry is not None and not live.retain:
+                self._keep_prefix(live.group, entry, staying)
+        self._rows.vacate(gone)
+
+    # ---- KV that outlives its turn
+
+    def _unstarted(self, group: GroupKey) -> list[LiveTurn]:
+        return [live for live in self._live.values() if live.group == group and not live.filled]
+
+    def _keep_prefix(self, group: GroupKey, entry: HeldKv, rows: list[LiveTurn]) -> None:
+        """The last copy of a group's prompt would go while members have yet to start: keep that much of it."""
+        tokens = prefix_to_keep(entry, self._unstarted(group), self._sources(rows))
+        if tokens:
+            self._residency.keep_prefix(group, self._rows.shortened(entry, tokens))
+
+    def _drop_unwanted_prefixes(self) -> None:
+        for group in self._residency.prefixes():
+            if not self._unstarted(group):
+                self._residency.drop(group)
 
     # ---- between steps
 
@@ -270,22 +301,33 @@ class TorchEngine:
         if task in self._live:
             self._live[task].retain = True
         self._residency.touch(task)
+        self._host.touch(task)
 
+    @torch.inference_mode()
     def release(self, task: TaskKey) -> None:
         """Drop the task's KV; a running turn goes on and drops it when it ends."""
         if task in self._live:
             self._live[task].retain = False
-        self._residency.drop(task)
+        self._host.drop(task)
+        entry = self._residency.drop(task)
+        if entry is not None:
+            self._keep_prefix(group_of(task), entry, self._rows.lives)
+        self._drop_unwanted_prefixes()
 
+    @torch.inference_mode()
     def offload(self, task: TaskKey) -> None:
-        """Not supported, and declared so in `capabilities`: the KV stays where it is."""
+        """Move a waiting task's KV to host memory, until its next turn; without room there it stays where it is."""
+        if task in self._live or not self._host.has_room_for(self._residency.held_tokens_of(task)):
+            return
+        entry = self._residency.drop(task)
+        if entry is not None:
+            self._host.put(task, entry)
 
     @torch.inference_mode()
     def pause(self, mode: PauseMode) -> list[TurnResult]:
         self._paused = True
         if mode == "keep":
             return []
-        self._queue.clear()
         return self._abort(list(self._live.values()))
 
     def resume(self) -> None:
@@ -297,48 +339,37 @@ class TorchEngine:
         self._model.load(handle.path)
         self._version = handle.version
         self._residency.drop_all_held()
-        for live in self._rows:
-            live.filled = 0
-        self._decoding = 0
+        self._host.clear()
+        self._rows.rewind()
 
     def stats(self) -> EngineStats:
-        resident = self._residency.held()
-        for live in self._rows:
-            if live.filled:
-                resident[live.turn.task] = live.filled
+        resident: dict[Owner, int] = self._residency.held()
+        for live in self._rows.lives:
+            tokens = live.own_kv.tokens if live.own_kv is not None else live.filled
+            if tokens:
+                resident[live.turn.task] = tokens
         largest = heapq.nlargest(HOLDERS_SHOWN, resident, key=resident.__getitem__)
         return EngineStats(
             version=self._version,
-            running=len(self._rows),
-            waiting=len(self._live) - len(self._rows),
+            running=len(self._rows.lives),
+            waiting=len(self._live) - len(self._rows.lives),
             resident_tokens=sum(resident.values()),
             budget_tokens=self._settings.kv_budget_tokens,
             paused=self._paused,
             generated_tokens=self._generated_tokens,
             prefilled_tokens=self._prefilled_tokens,
-            cached_tokens=self._cached_tokens,
-            holders=tuple(str(task) for task in largest),
+            cached_tokens=self._rows.cached_tokens,
+            preemptions=self._admission.preemptions,
+            offloaded_tokens=self._host.tokens,
+            holders=tuple(str(owner) for owner in largest),
         )
 
     def close(self) -> None:
         """Drop every turn and all KV; nothing is returned for them. Idempotent."""
         self._live.clear()
-        self._queue.clear()
         self._ended.clear()
-        self._rows.clear()
-        self._decoding = 0
+        self._rows = ActiveRows(self._model.new_cache(self._settings.max_batch))
+        self._host.clear()
         self._residency = Residency(self._settings.kv_budget_tokens)
-        self._cache = self._model.new_cache(self._settings.max_batch)
+        self._admission = Admission(self._residency, self._settings.growth_quantile)
         self._version = NO_VERSION
-
-
-def staying_in_place(rows: list[int]) -> list[int]:
-    """Order `rows` (ascending) so that every row below their count keeps its place and the others fill the gaps.
-
-    >>> staying_in_place([0, 2, 4, 5])
-    [0, 5, 2, 4]
-    """
-    count = len(rows)
-    inside = {row for row in rows if row < count}
-    outside = [row for row in rows if row >= count]
-    return [row if row in inside else outside.pop() for row in range(count)]

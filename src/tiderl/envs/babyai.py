@@ -188,7 +188,16 @@ def _make_level(level: str) -> Any:
             where="env.options.level",
             hint=f"did you mean {close[0]!r}?" if close else f"for example {', '.join(levels[:4])}",
         )
-    return gymnasium.make(level, disable_env_checker=True).unwrapped
+    made = gymnasium.make(level, disable_env_checker=True).unwrapped
+    # `reset` and `step` of a level draw its picture for their answer, which costs as much as all else they do; here the
+    # agent's view is told in words, from `gen_obs_grid` itself.
+    made.gen_obs = _no_picture
+    return made
+
+
+def _no_picture() -> dict[str, Any]:
+    """In place of a level's `gen_obs`."""
+    return {}
 
 
 def _say_nothing(*_: Any, **__: Any) -> None:

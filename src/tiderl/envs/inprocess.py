@@ -21,6 +21,7 @@ from tiderl.data.errors import (
 )
 from tiderl.data.records import Action, Observation, Prompt, Split, Step, TaskKey, Trajectory
 from tiderl.data.settings import WaitProfile
+from tiderl.data.spans import span
 from tiderl.envs.answers import (
     TASK_SET_ERRORS,
     as_observation,
@@ -127,7 +128,8 @@ class AsyncEnvironments:
         try:
             with printed_by(lines):
                 async with deadline:
-                    answer = code()
+                    with span("environment"):
+                        answer = code()
                     return await answer if inspect.isawaitable(answer) else answer
         except (Exception, SystemExit) as error:
             if deadline.expired():

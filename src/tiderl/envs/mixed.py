@@ -13,6 +13,7 @@ import msgspec
 
 from tiderl.data.errors import ConfigurationError
 from tiderl.data.records import Prompt, Split, TaskKey
+from tiderl.data.spans import ProcessSpans, Spanned
 from tiderl.runtime.ports import EnvironmentHandle, Environments
 
 
@@ -59,6 +60,12 @@ class MixedEnvironments:
 
     async def open(self, key: TaskKey, prompt: Prompt) -> EnvironmentHandle:
         return await self.parts[prompt.environment].open(key, self._own(prompt))
+
+    async def spans(self) -> list[tuple[str, ProcessSpans]]:
+        """See `data.spans.Spanned`."""
+        parts = [part for part in self.parts.values() if isinstance(part, Spanned)]
+        found = await asyncio.gather(*(part.spans() for part in parts))
+        return [one for of_part in found for one in of_part]
 
     async def close(self) -> None:
         """Closes all of them, whatever one of them raises. Idempotent."""

@@ -29,6 +29,7 @@ from tiderl.data.errors import (
 )
 from tiderl.data.records import Action, Observation, Prompt, Split, Step, TaskKey, Trajectory
 from tiderl.data.settings import WaitProfile
+from tiderl.data.spans import ProcessSpans
 from tiderl.envs import protocol
 from tiderl.envs.base import Description
 from tiderl.envs.inprocess import AsyncEnvironments
@@ -69,6 +70,7 @@ class PoolEnvironments:
         log_dir: str | None = None,
         one_each: bool = False,
         answer_s: float = ANSWER_S,
+        profile: bool = False,
     ) -> None:
         self.name, self.options = name, dict(options)
         self.slots, self.deadline_s = slots, deadline_s
@@ -78,6 +80,7 @@ class PoolEnvironments:
         self.one_each = one_each
         self._worker_count = workers
         self._answer_s = answer_s
+        self._profile = profile
         self._slots = Slots(slots)
         self._workers: list[WorkerProcess] = []
         self._starting = asyncio.Lock()
@@ -148,6 +151,11 @@ class PoolEnvironments:
     def pids(self) -> list[int]:
         """The process ids of the workers that live."""
         return [worker.pid for worker in self._workers if worker.is_alive]
+
+    async def spans(self) -> list[tuple[str, ProcessSpans]]:
+        """See `data.spans.Spanned`: all workers are one host."""
+        found = await asyncio.gather(*(worker.spans() for worker in self._workers))
+        return [("environment workers", one) for one in found if one is not None]
 
     async def place(self) -> WorkerProcess:
         """A worker for one more environment, counted in. Dead and retired ones are replaced."""
@@ -224,7 +232,9 @@ class PoolEnvironments:
 
     async def _start_worker(self) -> WorkerProcess:
         log = self._log_dir / f"env-{next(self._numbers)}.log"
-        worker = await WorkerProcess.start(self.name, self.options, log, self._answer_s, alone=self.one_each)
+        worker = await WorkerProcess.start(
+            self.name, self.options, log, self._answer_s, alone=self.one_each, profile=self._profile
+        )
         if self._closed:
             await worker.kill("the run is over")
         self._workers.append(worker)
@@ -305,8 +315,9 @@ def build_environments(
     wait: WaitProfile | None = None,
     seed: int = 0,
     log_dir: str | None = None,
+    profile: bool = False,
 ) -> AsyncEnvironments | PoolEnvironments:
-    """The Environments port for an isolation; `workers` counts for `pool` only."""
+    """The Environments port for an isolation; `workers` counts for `pool` only, `profile` where there are processes."""
     if isolation == "async":
         return AsyncEnvironments(
             name, options, slots=slots, deadline_s=deadline_s, wait=wait, seed=seed, log_dir=log_dir
@@ -321,4 +332,5 @@ def build_environments(
         seed=seed,
         log_dir=log_dir,
         one_each=isolation == "process",
+        profile=profile,
     )

@@ -16,6 +16,7 @@ from tiderl.data.records import Action, Prompt, Split, Trajectory
 
 LOAD, PROMPTS, VOCABULARY, EXPERT = "load", "prompts", "vocabulary", "expert"
 RESET, STEP, SCORE, CLOSE, ABANDON = "reset", "step", "score", "close", "abandon"
+SPANS = "spans"  # no payload; answered by `ProcessSpans`, or None where the worker is not profiled
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
@@ -24,6 +25,7 @@ class LoadRequest(msgspec.Struct, frozen=True):
     name: str
     options: Mapping[str, Any]
     alone: bool = False  # one environment at a time in this worker
+    profile: bool = False  # count where the worker's time goes
 
 
 class LaneRequest(msgspec.Struct, frozen=True, kw_only=True):

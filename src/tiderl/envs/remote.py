@@ -20,6 +20,7 @@ from tiderl.data.errors import (
     EnvironmentTimeout,
     InfrastructureFault,
 )
+from tiderl.data.spans import ProcessSpans
 from tiderl.envs import protocol
 from tiderl.envs.base import Description
 from tiderl.envs.memory import MEMORY_EXIT_STATUS
@@ -50,7 +51,14 @@ class WorkerProcess:
 
     @classmethod
     async def start(
-        cls, name: str, options: Mapping[str, Any], log: Path, answer_s: float = ANSWER_S, *, alone: bool = False
+        cls,
+        name: str,
+        options: Mapping[str, Any],
+        log: Path,
+        answer_s: float = ANSWER_S,
+        *,
+        alone: bool = False,
+        profile: bool = False,
     ) -> WorkerProcess:
         """A worker with the class loaded, for one environment at a time if `alone`. Raises what `registry.load`
         raises, `InfrastructureFault` when it dies."""
@@ -59,7 +67,7 @@ class WorkerProcess:
         worker = cls(child, connection, log, answer_s)
         try:
             worker.description = await connection.request(
-                protocol.LOAD, protocol.LoadRequest(name, options, alone), Description, LOAD_DEADLINE_S
+                protocol.LOAD, protocol.LoadRequest(name, options, alone, profile), Description, LOAD_DEADLINE_S
             )
         except ChannelTimeout:
             await worker.kill("its import never ended")
@@ -123,6 +131,16 @@ class WorkerProcess:
         except InfrastructureFault:
             pass  # gone already
         return 0
+
+    async def spans(self) -> ProcessSpans | None:
+        """Where its time went; None when it is not profiled, gone, or does not answer."""
+        try:
+            found: ProcessSpans | None = await self._connection.request(
+                protocol.SPANS, None, ProcessSpans | None, self._answer_s
+            )
+        except InfrastructureFault:
+            return None
+        return found
 
     async def kill(self, reason: str) -> None:
         """End the process and all it started. Idempotent."""

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tiderl.data import spans
 from tiderl.data.errors import (
     ConfigurationError,
     EnvironmentFault,
@@ -95,7 +96,8 @@ class Lane:
     def _answer(self, message: Message, request: protocol.LaneRequest) -> None:
         channel, pid = self._worker.channel, os.getpid()
         try:
-            answer = self._call(request)
+            with spans.span(message.method):
+                answer = self._call(request)
             if os.getpid() != pid:
                 os._exit(0)  # a forked copy of this thread: the original answers
             channel.reply(message, answer)
@@ -154,6 +156,9 @@ class Worker:
             if message.method == protocol.LOAD:
                 self._load(message)
                 continue
+            if message.method == protocol.SPANS:
+                self.channel.reply(message, spans.taken())
+                continue
             request: protocol.LaneRequest = message.payload(protocol.REQUESTS[message.method])
             if isinstance(request, protocol.AbandonRequest):
                 self.channel.reply(message, self._abandon(request))
@@ -176,6 +181,8 @@ class Worker:
     def _load(self, message: Message) -> None:
         """In the main thread, where imports that set signal handlers belong."""
         request: protocol.LoadRequest = message.payload(protocol.LoadRequest)
+        if request.profile:
+            spans.start("hand on")
         try:
             self.environment_class = load(request.name)
             self.options = dict(request.options)

@@ -38,7 +38,7 @@ USEFUL = ("useful_prefill", "useful_decode", "useful_reference", "useful_train")
 LOSSES = (
     *("recompute_version", "recompute_evicted", "discarded", "in_flight", "eval"),
     *("env_wait", "kv_stall", "staleness_wait", "no_work", "starve_wait"),
-    *("sync", "checkpoint", "restart", "other"),
+    *("swap", "sync", "checkpoint", "restart", "other"),
 )
 CATEGORIES = USEFUL + LOSSES
 OF_A_TURN = ("useful_prefill", "useful_decode", "recompute_version", "recompute_evicted")
@@ -64,6 +64,8 @@ ACTING = {
     "restoring": "restart",
 }
 """The trainer's activity to its category."""
+SWAPS = {"swap_to_reference_s": "useful_reference", "swap_to_actor_s": "useful_train"}
+"""Metrics of an update: seconds of loading one model over the other, and the activity in which they were spent."""
 FOLD_TURNS = 50_000
 """Turns kept before they are folded: a few megabytes."""
 
@@ -182,6 +184,10 @@ class Account:
 
     def _commit(self, event: UpdateCommitted) -> None:
         self.last_commit_s = event.t_s
+        for name, category in SWAPS.items():
+            seconds = len(self._actor_ranks) * event.metrics.get(name, 0.0)
+            self._spent[category] -= seconds
+            self._spent["swap"] += seconds
         for prompt_id in event.prompt_ids:
             for attempts in self._groups.get(("train", prompt_id), {}).values():
                 for task in attempts.values():

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from tiderl.cost.bound import RHO, RHO_ORDER
 from tiderl.observe.curves import sparkline
 from tiderl.observe.words import count, duration, fraction, number
 
@@ -42,6 +43,8 @@ def summary_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("log-prob gap", _gap(result)),
         ("time", _times(result)),
         ("simulation", _simulation(result)),
+        ("bound", _bound(result)),
+        ("", _ratios(result)),
         ("written to", str(result.get("run_dir") or "")),
     ]
     return [(label, text) for label, text in lines if text]
@@ -190,3 +193,14 @@ def _simulation(result: Mapping[str, Any]) -> str:
     if result.get("log_sha256") is None:
         return ""
     return f"{result['events']:,} events, log SHA-256 {result['log_sha256']}"
+
+
+def _bound(result: Mapping[str, Any]) -> str:
+    best = result.get("bound_tokens_per_s")
+    return "" if best is None else f"{best:,.0f} tokens/s for any schedule; {result['binding']} binds"
+
+
+def _ratios(result: Mapping[str, Any]) -> str:
+    if result.get("rho") is None:
+        return ""
+    return f"rho {result['rho']:.2f} ({RHO}); rho_order {result['rho_order']:.2f} ({RHO_ORDER})"

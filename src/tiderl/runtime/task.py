@@ -272,6 +272,7 @@ class TaskPlayer:
                 prefill_s=result.prefill_s,
                 decode_s=result.decode_s,
                 recompute_s=result.recompute_s,
+                ended_s=result.ended_s,
             )
         )
 

@@ -65,7 +65,7 @@ def batch_staleness(batch: Sequence[Group], update: int) -> Staleness:
     )
 
 
-SUMMED = ("tokens", "computed_tokens", "loss_tokens", "logprob_gap_tokens")
+SUMMED = ("tokens", "computed_tokens", "loss_tokens", "logprob_gap_tokens", "swap_to_reference_s", "swap_to_actor_s")
 LARGEST = ("logprob_gap_max",)
 GAP_MEAN, GAP_TOKENS = "logprob_gap_mean", "logprob_gap_tokens"
 
@@ -245,9 +245,9 @@ class Training:
         if step.life != self.restorer.life:
             await self.cluster.update.begin(step.number, self.ranks)
             step.life, step.computed = self.restorer.life, 0
-        for mb in step.micro_batches[step.computed :]:
-            await self._micro_batch(mb)
-            step.computed += 1
+        burst = step.micro_batches[step.computed :]
+        await self._micro_batches(burst)
+        step.computed += len(burst)
 
     async def _finish_streamed(self, step: StreamedUpdate) -> UpdateStats:
         await self._compute_streamed(step)
@@ -295,25 +295,27 @@ class Training:
                 await actor.forward(mb, proximal=True)
         for part in parts:
             await self.cluster.update.begin(update, self.ranks)
-            for mb in part:
-                await self._micro_batch(mb)
+            await self._micro_batches(part)
             stats.append(await self.cluster.update.finish())
         return stats
 
-    async def _micro_batch(self, mb: MicroBatch) -> None:
-        actor = self.cluster.actors[0]
-        ref_logprobs = None
-        started = _now()
+    async def _micro_batches(self, burst: Sequence[MicroBatch]) -> None:
+        """The reference for all of them, then the actor: where only one fits, each is loaded once a burst."""
+        actor, started = self.cluster.actors[0], _now()
+        references: list[np.ndarray | None] = [None] * len(burst)
         if self.settings.uses_reference:
             with self.doing("reference"):
-                ref_logprobs = await self.cluster.references[0].logprobs(mb)
-            self.emit(ReferenceDone(t_s=_now(), update=mb.update, index=mb.index, seconds=_now() - started))
-        started = _now()
-        await actor.forward(mb)
-        self.emit(ForwardDone(t_s=_now(), update=mb.update, index=mb.index, seconds=_now() - started))
-        started = _now()
-        await actor.backward(mb, ref_logprobs)
-        self.emit(BackwardDone(t_s=_now(), update=mb.update, index=mb.index, seconds=_now() - started))
+                for index, mb in enumerate(burst):
+                    references[index] = await self.cluster.references[0].logprobs(mb)
+                    self.emit(ReferenceDone(t_s=_now(), update=mb.update, index=mb.index, seconds=_now() - started))
+                    started = _now()
+        for mb, ref_logprobs in zip(burst, references, strict=True):
+            await actor.forward(mb)
+            self.emit(ForwardDone(t_s=_now(), update=mb.update, index=mb.index, seconds=_now() - started))
+            started = _now()
+            await actor.backward(mb, ref_logprobs)
+            self.emit(BackwardDone(t_s=_now(), update=mb.update, index=mb.index, seconds=_now() - started))
+            started = _now()
 
     async def _take_rank(self) -> None:
         """A rank that also holds an engine stops generating while it trains (I5)."""

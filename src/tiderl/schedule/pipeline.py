@@ -8,19 +8,18 @@ from collections.abc import Sequence
 def shape_micro_batches(lengths: Sequence[int], budget_tokens: int) -> tuple[tuple[int, ...], ...]:
     """Packs sequence indices into micro-batches of at most `budget_tokens` tokens, a longer sequence alone.
 
-    Sequences are taken longest first into the open micro-batch (next fit), so that each holds sequences of like length
-    and padding stays small; the last micro-batch is the lightest and so the flush at the end of the step is short.
+    In the order given (next fit): sequences come group by group, and the members of a group begin alike, which a
+    trainer computes once where they are together. The last micro-batch is what is left over, at most as heavy as the
+    others, and so the flush at the end of the step is short.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     batches: list[list[int]] = []
     room = 0
-    for i in order:
-        # Padded size, not the sum: the longest of a micro-batch is its first.
-        if not batches or room < lengths[batches[-1][0]]:
+    for i, length in enumerate(lengths):
+        if not batches or length > room:
             batches.append([])
             room = budget_tokens
         batches[-1].append(i)
-        room -= lengths[batches[-1][0]]
+        room -= length
     return tuple(tuple(batch) for batch in batches)
 
 

@@ -1,21 +1,29 @@
-"""Continuous batching in virtual time: who is admitted, prefilled and decoded, and when the next change comes.
+"""Continuous batching in virtual time: who is admitted, prefilled, decoded or preempted, and when that changes next.
 
-One iteration computes up to `prefill_tokens_per_step` tokens of context, in order of admission, and gives a token to
-every sequence whose context is complete: those that decode, and those whose prefill ends in it. Keeps I4 through the KV
-book and I6: a new version empties the cache, and what is in flight computes its context again. Knows no clock and no
-asyncio: the engine tells it how many iterations have run.
+Before an iteration those whose KV does not fit any more are preempted, then those who fit are admitted. It computes up
+to its chunk of context, in order of admission, and gives a token to every sequence whose context is complete. Keeps I4
+through the pool and I6: a new version empties the cache, and what is in flight computes its context again. Knows no
+clock and no asyncio: the engine tells it how many iterations have run.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiderl.cost.model import CostModel
+from tiderl.data.records import TaskKey
+from tiderl.data.settings import EngineSettings
 from tiderl.data.turns import FinishReason
-from tiderl.sim.kv import KvBook
+from tiderl.sim.growth import Growth
+from tiderl.sim.kv import BlockPool, Prefix, Shared
 from tiderl.sim.requests import Request
 from tiderl.sim.segment import Segment
+
+WITHOUT_END = 1 << 60
+"""Iterations until nothing changes by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +33,29 @@ class Finished:
 
 
 class Batch:
-    """The state of one engine between iterations."""
+    """The state of one engine between iterations. `shared(task)`: what its context has in common with others'."""
 
-    def __init__(self, cost: CostModel, *, kv_budget_tokens: int, max_batch: int, prefill_tokens_per_step: int) -> None:
+    def __init__(self, cost: CostModel, settings: EngineSettings, shared: Callable[[TaskKey], Shared]) -> None:
         self.cost = cost
-        self.kv = KvBook(kv_budget_tokens)
-        self.max_batch = max_batch
-        self.prefill_tokens_per_step = prefill_tokens_per_step
+        block = settings.kv_block_tokens
+        # Whole blocks only, but as many as the largest turn that is not refused.
+        largest = min(settings.kv_budget_tokens, settings.model.max_context_tokens)
+        blocks = max(settings.kv_budget_tokens // block, -(-largest // block))
+        self.pool = BlockPool(blocks, block)
+        self.max_batch = min(settings.max_batch, cost.max_batch)
+        self.prefill_tokens = settings.prefill_tokens_per_step
+        self.prefill_tokens_beside = min(self.prefill_tokens, settings.prefill_tokens_beside_decoding)
         self.iterations = 0
-        self.generated_tokens = self.prefilled_tokens = self.cached_tokens = 0
+        self.generated_tokens = self.prefilled_tokens = self.cached_tokens = self.preemptions = 0
+        self._shared = shared
+        self._seats = itertools.count()
         self._waiting: list[tuple[float, int, Request]] = []  # heap: priority first, then arrival
-        self._prefilling: dict[int, Request] = {}  # in order of admission
+        self._prefilling: dict[int, Request] = {}  # by seat, in order of admission
         self._decoding: dict[int, Request] = {}
-        self._finishes: list[tuple[int, int]] = []  # heap of (iteration count, number); stale entries are skipped
+        self._finishes: list[tuple[int, int]] = []  # heap of (iteration count, seat); stale entries are skipped
         self._context_tokens = 0  # attended by the decoding sequences in the next iteration
+        self._growth = Growth(block)
+        self._grown_to = 0  # the iteration count up to which growth is in the pool
         self._parts: list[tuple[Request, int]] = []  # tokens prefilled in each iteration of the present segment
 
     @property
@@ -61,33 +78,59 @@ class Batch:
     @property
     def resident_tokens(self) -> int:
         """KV positions computed: of waiting tasks and of running turns, after the last whole segment."""
-        prefilling = sum(request.kv_tokens for request in self._prefilling.values())
-        return self.kv.held_tokens + prefilling + self._context_tokens - len(self._decoding)
+        running = sum(request.kv_tokens for request in self._prefilling.values())
+        running += self._context_tokens - len(self._decoding)
+        return running + (self.pool.cached - self.pool.shared) * self.pool.block_tokens
 
     def add(self, request: Request) -> None:
+        request.prefixes = self.pool.prefixes(request.task, self._shared(request.task), len(request.turn.ids))
         heapq.heappush(self._waiting, (-request.turn.priority, request.number, request))
+
+    # ------------------------------------------------------------------ before an iteration
+
+    def preempt(self) -> None:
+        """Send back who came last of the lowest priority, until the next position of everyone else has room. What a
+        turn has sampled stays; its KV is cached until it is needed."""
+        while self.pool.used + self._growth.next(self.iterations) > self.pool.blocks:
+            running = itertools.chain(self._prefilling.values(), self._decoding.values())
+            last = max(running, key=lambda request: (-request.turn.priority, request.seat))
+            last.catch_up(self.iterations)
+            self._leave(last, keep=not last.released)
+            heapq.heappush(self._waiting, (-last.turn.priority, last.number, last))
+            self.preemptions += 1
 
     def can_admit(self) -> bool:
         """Whether the first in the queue fits now. Nobody overtakes it: a large turn is not starved by small ones."""
-        return bool(self._waiting and self.running < self.max_batch and self.kv.fits(self._waiting[0][2].need_tokens))
+        if not self._waiting or self.running >= self.max_batch:
+            return False
+        request = self._waiting[0][2]
+        need = self.pool.need(request.prefixes, request.known_tokens)
+        return self.pool.used + self._growth.next(self._grown_to) + need <= self.pool.blocks
 
     def admit(self, now_s: float) -> None:
         """Move everyone who fits from the queue into the batch."""
+        pool = self.pool
         while self.can_admit():
             request = heapq.heappop(self._waiting)[2]
-            held = self.kv.reserve(request.task, request.need_tokens)
-            # The last position is always computed: its logits are the turn's first distribution.
-            request.cached_tokens = min(held, len(request.turn.ids) - 1)
-            request.prefill_left = len(request.turn.ids) - request.cached_tokens
-            request.admitted_s = now_s
-            self.cached_tokens += request.cached_tokens
-            self._prefilling[request.number] = request
+            request.mine, own = pool.take(request.task, request.prefixes, request.known_tokens)
+            first = _first(request)
+            missing = sum(prefix.blocks - prefix.cached for prefix in request.mine)
+            cached = (first - missing + own) * pool.block_tokens
+            request.blocks = pool.blocks_of(request.known_tokens) - first
+            request.prefill_left = request.known_tokens - cached
+            request.computed = 0
+            request.seat = next(self._seats)
+            if request.admitted_s < 0:
+                request.admitted_s, request.cached_tokens = now_s, cached
+                self.cached_tokens += cached
+            self._prefilling[request.seat] = request
 
     def next_segment(self, now_s: float) -> Segment | None:
         """The iterations until the batch changes by itself; None when it is empty."""
         if not self.running:
             return None
-        room = self.prefill_tokens_per_step
+        decoding = len(self._decoding)
+        chunk = room = self.prefill_tokens_beside if decoding else self.prefill_tokens
         self._parts = []
         completed = 0
         for request in self._prefilling.values():
@@ -100,25 +143,37 @@ class Batch:
         if completed:
             iterations = 1
         else:
-            iterations = self._next_finish() - self.iterations if self._decoding else 1 << 60
+            iterations = WITHOUT_END
+            if decoding:
+                free = self.pool.blocks - self.pool.used
+                iterations = self._growth.fits(self.iterations, free, self._next_finish() - self.iterations)
             if self._parts:  # exactly one, larger than a step: it goes on by whole steps up to its last one
                 request, tokens = self._parts[0]
                 iterations = min(iterations, (request.prefill_left - 1) // tokens)
         cost = self.cost
-        prefilled = self.prefill_tokens_per_step - room
         return Segment(
             start_s=now_s,
             iterations=iterations,
             constant_s=cost.iteration_s
-            + cost.sequence_s * (len(self._decoding) + completed)
-            + cost.prefill_token_s * prefilled,
+            + cost.sequence_s * (decoding + completed)
+            + cost.prefill_token_s * (chunk - room),
             context_token_s=cost.context_token_s,
             context_tokens=self._context_tokens,
-            growth_tokens=len(self._decoding),
+            growth_tokens=decoding,
         )
+
+    # ------------------------------------------------------------------ while and after they run
+
+    def grow(self, iterations: int) -> None:
+        """The first `iterations` of the present segment have begun: their KV is in the pool."""
+        until = self.iterations + iterations
+        if until > self._grown_to:
+            self.pool.grow(self._growth.between(self._grown_to, until))
+            self._grown_to = until
 
     def run(self, iterations: int, now_s: float) -> list[Finished]:
         """`iterations` of the present segment have run, the last one ending at `now_s`; returns who is done."""
+        self.grow(iterations)
         self.iterations += iterations
         self._context_tokens += iterations * len(self._decoding)
         self.generated_tokens += iterations * len(self._decoding)
@@ -130,42 +185,53 @@ class Batch:
         if iterations:
             for request, tokens in parts:
                 request.prefill_left -= tokens * iterations
+                request.computed += tokens * iterations
                 self.prefilled_tokens += tokens * iterations
-                if request.prefill_left == 0 and self._first_token(request, now_s):
+                if request.prefill_left == 0 and self._next_token(request, now_s):
                     finished.append(self.end(request, request.finish_reason))
         return finished
 
     def end(self, request: Request, reason: FinishReason) -> Finished:
-        """Take a request out, wherever it is, and free its reservation. Aborts end here too."""
+        """Take a request out, wherever it is, and give its blocks back. Aborts end here too."""
         request.catch_up(self.iterations)
         request.over = True
-        if request.admitted_s < 0:
+        if request.seat < 0:
             self._waiting = [entry for entry in self._waiting if entry[2] is not request]
             heapq.heapify(self._waiting)
-            return Finished(request, reason)
-        kv_tokens = request.kv_tokens
-        if request.decoding:
-            del self._decoding[request.number]
-            self._context_tokens -= request.known_tokens
         else:
-            del self._prefilling[request.number]
-        self.kv.settle(request.task, kv_tokens if request.turn.retain and not request.released else 0)
+            self._leave(request, keep=request.turn.retain and not request.released)
         return Finished(request, reason)
 
+    def touch(self, task: TaskKey) -> None:
+        """A waiting task will come back soon."""
+        self.pool.touch(task, self._shared(task))
+
+    def forget(self, task: TaskKey) -> None:
+        """A task is over."""
+        self.pool.forget(task, self._shared(task))
+
     def new_version(self, old_version: int) -> None:
-        """The weights changed: held KV is dropped, and running turns compute all of their context again (I6)."""
-        self.kv.drop_held()
-        for request in self._decoding.values():
+        """The weights changed: cached KV is dropped, and running turns compute all of their context again (I6)."""
+        self.pool.forget_cached()
+        for request in self.everyone():
             request.catch_up(self.iterations)
-            request.decoding = False
-        again = {**self._prefilling, **self._decoding}
-        self._prefilling = {number: again[number] for number in sorted(again)}
-        for request in self._prefilling.values():
             request.close_span(old_version)
-            request.prefill_left = request.known_tokens
+        running = {**self._prefilling, **self._decoding}
+        for request in self._decoding.values():
+            self._stop_decoding(request)
+            blocks = self.pool.blocks_of(request.known_tokens) - _first(request)
+            self.pool.used += blocks - request.blocks  # its last token is context now: `preempt` makes room for it
+            request.blocks = blocks
         self._decoding.clear()
         self._finishes.clear()
-        self._context_tokens = 0
+        self._prefilling = {seat: running[seat] for seat in sorted(running)}
+        owned: dict[Prefix, None] = {}
+        for request in self._prefilling.values():
+            request.mine = [prefix for prefix in request.prefixes if prefix not in owned]
+            owned.update(dict.fromkeys(request.mine))
+            others = sum(prefix.blocks for prefix in request.prefixes if prefix not in request.mine)
+            request.prefill_left = request.known_tokens - others * self.pool.block_tokens
+            request.computed = 0
 
     def everyone(self) -> list[Request]:
         """All requests, running and waiting, in order of arrival."""
@@ -176,9 +242,42 @@ class Batch:
         ]
         return sorted(requests, key=lambda request: request.number)
 
-    def _first_token(self, request: Request, now_s: float) -> bool:
+    # ------------------------------------------------------------------ inside
+
+    def _leave(self, request: Request, *, keep: bool) -> None:
+        """Out of the batch; what it should have computed for others goes to the next of them."""
+        kv_tokens = request.kv_tokens
+        if request.decoding:
+            del self._decoding[request.seat]
+            self._stop_decoding(request)
+        else:
+            del self._prefilling[request.seat]
+        mine, request.mine = request.mine, []
+        for prefix in mine:
+            blocks = min(request.computed // self.pool.block_tokens, prefix.blocks - prefix.cached)
+            request.computed -= blocks * self.pool.block_tokens
+            prefix.cached += blocks
+        self.pool.give_back(request.task, request.prefixes, kv_tokens, request.blocks, keep=keep)
+        for prefix in mine:
+            if prefix.users:
+                heir = next(other for other in self._prefilling.values() if prefix in other.prefixes)
+                heir.mine = [p for p in heir.prefixes if p in heir.mine or p is prefix]
+                heir.prefill_left += (prefix.blocks - prefix.cached) * self.pool.block_tokens
+        request.seat = -1
+
+    def _stop_decoding(self, request: Request) -> None:
+        request.decoding = False
+        self._growth.remove(request.phase)
+        self._context_tokens -= request.known_tokens
+        request.blocks = self.pool.blocks_of(request.known_tokens - 1) - _first(request)
+
+    def _next_token(self, request: Request, now_s: float) -> bool:
         """The context is complete and a token sampled from it; True when that was the last one."""
-        del self._prefilling[request.number]
+        del self._prefilling[request.seat]
+        for prefix in request.mine:
+            prefix.cached = prefix.blocks
+        request.mine = []
+        request.phase = self._growth.add(request.known_tokens, self.iterations)
         request.sampled += 1
         self.generated_tokens += 1
         if request.first_token_s < 0:
@@ -186,17 +285,22 @@ class Batch:
         request.decoding = True
         request.settled_at = self.iterations
         request.finishes_at = self.iterations + request.target - request.sampled
-        self._decoding[request.number] = request
+        self._decoding[request.seat] = request
         self._context_tokens += request.known_tokens
         if request.sampled == request.target:
             return True
-        heapq.heappush(self._finishes, (request.finishes_at, request.number))
+        heapq.heappush(self._finishes, (request.finishes_at, request.seat))
         return False
 
     def _next_finish(self) -> int:
         while True:
-            iteration, number = self._finishes[0]
-            request = self._decoding.get(number)
+            iteration, seat = self._finishes[0]
+            request = self._decoding.get(seat)
             if request is not None and request.finishes_at == iteration:
                 return iteration
             heapq.heappop(self._finishes)
+
+
+def _first(request: Request) -> int:
+    """The index of the first block of its own."""
+    return request.prefixes[-1].end if request.prefixes else 0

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from tiderl.cost.model import CostModel
 from tiderl.data.errors import BudgetError, InvariantViolation, RankLost, RequestTooLarge
@@ -16,19 +17,31 @@ from tiderl.data.records import TaskKey, WeightHandle
 from tiderl.data.settings import EngineSettings
 from tiderl.data.turns import EngineCapabilities, EngineStats, FinishReason, PauseMode, Turn, TurnResult
 from tiderl.sim.batch import Batch, Finished
+from tiderl.sim.kv import Shared
 from tiderl.sim.ranks import SimRank
 from tiderl.sim.requests import Request
 from tiderl.sim.segment import Segment
+from tiderl.sim.transfer import SimTransfer
 
 NOT_LOADED = -1
 HOLDERS_SHOWN = 8
 
 
+class Talk(Protocol):
+    """What an engine has to know of its tasks."""
+
+    def action_tokens(self, key: TaskKey, turn: int) -> int:
+        """What the policy would say in the turn if nothing cut it short."""
+
+    def shared_prompt(self, key: TaskKey) -> Shared:
+        """(name, tokens) of what the task's context begins with and has in common with others', outermost first."""
+
+
 class SimEngine:
     """One replica on `ranks`; they are all occupied while it loads weights.
 
-    `action_tokens(task, turn)` is what the policy would say in that turn if nothing cut it short. `said` is shared by
-    all engines of a cluster: tokens already sampled of a turn that was interrupted, so that it goes on with the rest.
+    `said` is shared by all engines of a cluster: tokens already sampled of a turn that was interrupted, so that it goes
+    on with the rest. `transfer`: how weights come here; without one they are read.
     """
 
     def __init__(
@@ -37,13 +50,15 @@ class SimEngine:
         ranks: Sequence[SimRank],
         cost: CostModel,
         settings: EngineSettings,
-        action_tokens: Callable[[TaskKey, int], int],
+        talk: Talk,
         said: dict[TaskKey, tuple[int, int]],
+        transfer: SimTransfer | None = None,
     ) -> None:
         self.replica = replica
         self.capabilities = EngineCapabilities(retain=True, offload=False)
         self._ranks, self._cost, self._settings = tuple(ranks), cost, settings
-        self._action_tokens, self._said = action_tokens, said
+        self._talk, self._said = talk, said
+        self._transfer = transfer if transfer is not None else SimTransfer(cost, self._ranks[0])
         self._numbers = itertools.count()
         self._version = NOT_LOADED
         self._paused = False
@@ -64,6 +79,7 @@ class SimEngine:
     def stats(self) -> EngineStats:
         """Of this moment, after the last whole iteration. `holders` is given when turns wait and none runs."""
         batch = self._batch
+        self._grow()
         completed = self._segment.completed(_now()) if self._segment is not None else 0
         sampled = completed * batch.decoding
         prefilled = completed * batch.prefilling_tokens_per_iteration
@@ -73,12 +89,13 @@ class SimEngine:
             running=batch.running,
             waiting=batch.waiting,
             resident_tokens=batch.resident_tokens + sampled + prefilled,
-            budget_tokens=self._settings.kv_budget_tokens,
+            budget_tokens=batch.pool.blocks * batch.pool.block_tokens,
             paused=self._paused,
             generated_tokens=batch.generated_tokens + sampled,
             prefilled_tokens=batch.prefilled_tokens + prefilled,
             cached_tokens=batch.cached_tokens,
-            holders=batch.kv.largest(HOLDERS_SHOWN) if blocked else (),
+            preemptions=batch.preemptions,
+            holders=batch.pool.largest(HOLDERS_SHOWN) if blocked else (),
         )
 
     async def generate(self, turn: Turn) -> TurnResult:
@@ -106,11 +123,13 @@ class SimEngine:
             await self.halted()
 
     def retain(self, task: TaskKey) -> None:
-        self._batch.kv.touch(task)
+        self._grow()
+        self._batch.touch(task)
 
     def release(self, task: TaskKey) -> None:
         """Forget the task's KV, and what it said of an interrupted turn: it is over."""
-        self._batch.kv.drop(task)
+        self._grow()
+        self._batch.forget(task)
         self._said.pop(task, None)
         for request in (*self._ending, self._pending.get(task)):
             if request is not None and request.task == task:
@@ -134,7 +153,7 @@ class SimEngine:
     async def load_weights(self, handle: WeightHandle) -> None:
         self.hold()
         try:
-            await asyncio.gather(*(rank.work(self._cost.load_s) for rank in self._ranks))
+            await self._transfer.load(self._ranks, self._version, handle.version)
             self._batch.new_version(self._version)
             self._version = handle.version
         finally:
@@ -161,11 +180,11 @@ class SimEngine:
     def lose(self, reason: str) -> None:
         """Its process died: every turn fails with `RankLost`; weights and KV are gone."""
         self._drop_segment()
-        pending, self._pending = self._pending, {}
-        self._ending.clear()
+        pending = [*self._pending.values(), *self._ending]
+        self._pending, self._ending = {}, []
         self._version, self._paused = NOT_LOADED, False
         self._batch = self._empty_batch()
-        for request in pending.values():
+        for request in pending:
             self._said.pop(request.task, None)
             if not request.future.done():
                 request.future.set_exception(self._lost(reason))
@@ -195,7 +214,7 @@ class SimEngine:
 
     def _request(self, turn: Turn) -> Request:
         said_turn, said = self._said.get(turn.task, (turn.turn, 0))
-        wanted = self._action_tokens(turn.task, turn.turn) - (said if said_turn == turn.turn else 0)
+        wanted = self._talk.action_tokens(turn.task, turn.turn) - (said if said_turn == turn.turn else 0)
         allowed = turn.sampling.max_new_tokens
         # A policy that has said all still samples one token more before it can stop.
         target = min(max(1, wanted), allowed)
@@ -204,12 +223,7 @@ class SimEngine:
         return Request(turn, next(self._numbers), target, reason, _now(), future)
 
     def _empty_batch(self) -> Batch:
-        return Batch(
-            self._cost,
-            kv_budget_tokens=self._settings.kv_budget_tokens,
-            max_batch=min(self._settings.max_batch, self._cost.max_batch),
-            prefill_tokens_per_step=self._settings.prefill_tokens_per_step,
-        )
+        return Batch(self._cost, self._settings, self._talk.shared_prompt)
 
     def _plan_soon(self) -> None:
         # In the next pass, so that turns that come at the same instant share the iteration.
@@ -221,9 +235,15 @@ class SimEngine:
         self._planned = False
         if self._segment is not None or self._holds or self._paused or self._version == NOT_LOADED:
             return
+        self._batch.preempt()
         self._batch.admit(_now())
         self._segment = self._batch.next_segment(_now())
         self._set_timer()
+
+    def _grow(self) -> None:
+        """What has begun by now has its KV, before anything is dropped or marked."""
+        if self._segment is not None:
+            self._batch.grow(self._segment.boundary(_now()))
 
     def _set_timer(self) -> None:
         if self._segment is not None:

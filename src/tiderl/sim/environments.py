@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from tiderl.data.errors import ConfigurationError, EnvironmentTimeout, InvariantViolation
+from tiderl.data.errors import ConfigurationError, EnvironmentRaised, EnvironmentTimeout, InvariantViolation
 from tiderl.data.records import Action, Observation, Prompt, Split, Step, TaskKey, TokenCount, Trajectory
 from tiderl.sim.workload import Workload
 
@@ -71,7 +71,7 @@ class SimEnvironmentHandle:
     async def reset(self) -> Observation:
         if self._turn >= 0:
             raise InvariantViolation("an environment is reset once", where=str(self._key))
-        await self._wait(self._workload.reset_s(self._key), "reset")
+        await self._wait(self._workload.reset_s(self._key), -1, "reset")
         self._turn = 0
         return Observation((TokenCount(self._workload.first_observation_tokens),))
 
@@ -80,7 +80,7 @@ class SimEnvironmentHandle:
         if self._turn < 0:
             raise InvariantViolation("step before reset", where=str(self._key))
         workload, key, turn = self._workload, self._key, self._turn
-        await self._wait(workload.step_s(key, turn), "step")
+        await self._wait(workload.step_s(key, turn), turn, "step")
         self._turn += 1
         observation = Observation((TokenCount(workload.observation_tokens(key, turn)),))
         if self._turn < workload.turns(key):
@@ -89,7 +89,9 @@ class SimEnvironmentHandle:
         return Step(observation, reward=float(success), terminated=True, info={"success": success})
 
     async def score(self, trajectory: Trajectory) -> float | None:
-        """No verifier: the reward is the sum of the steps'."""
+        """The verifier's seconds pass; its answer is the sum of the steps' rewards."""
+        if self._workload.profile.score_s:
+            await asyncio.sleep(self._workload.profile.score_s)
         return None
 
     async def close(self) -> None:
@@ -97,8 +99,13 @@ class SimEnvironmentHandle:
             self._open = False
             self._owner.give_back()
 
-    async def _wait(self, seconds: float, what: str) -> None:
+    async def _wait(self, seconds: float, turn: int, what: str) -> None:
         deadline_s = self._owner.deadline_s
+        fault = self._workload.fault(self._key, turn)
+        if fault == "timeout":
+            seconds = deadline_s
         await asyncio.sleep(min(seconds, deadline_s))
         if seconds >= deadline_s:
             raise EnvironmentTimeout(f"{what} took longer than env.deadline_s = {deadline_s:g}", where=str(self._key))
+        if fault == "failure":
+            raise EnvironmentRaised(f"{what} failed, as drawn", where=str(self._key))

@@ -12,6 +12,7 @@ import gc
 import heapq
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
@@ -21,6 +22,9 @@ from tiderl.sim.waiting import describe_waits, tasks_by_birth
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+
+Reorder = Callable[[deque[asyncio.Handle]], None]
+"""Changes the order of the handles in place."""
 
 # Passes of the loop without any time passing after which a run counts as spinning.
 PASSES_PER_INSTANT = 200_000
@@ -70,9 +74,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # Of BaseEventLoop, which declares none of them.
     _scheduled: list[asyncio.TimerHandle]
     _clock_resolution: float
+    _ready: deque[asyncio.Handle]
 
-    def __init__(self, *, passes_per_instant: int = PASSES_PER_INSTANT) -> None:
+    def __init__(self, *, passes_per_instant: int = PASSES_PER_INSTANT, reorder: Reorder | None = None) -> None:
+        """`reorder`: may change the order of what is ready, before each pass that has a choice."""
         super().__init__()
+        self._reorder = reorder
         self._now_s = 0.0
         self._passes_per_instant = passes_per_instant
         self._passes = 0
@@ -89,6 +96,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._now_s
+
+    def _run_once(self) -> None:
+        if self._reorder is not None and len(self._ready) > 1:
+            self._reorder(self._ready)
+        super()._run_once()  # type: ignore[misc]
 
     def next_task_number(self) -> int:
         return next(self._task_numbers)
@@ -155,13 +167,18 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """No other thread may wake the loop, so there is nothing to write."""
 
 
-def run_virtual(main: Callable[[], Coroutine[Any, Any, T]], *, passes_per_instant: int = PASSES_PER_INSTANT) -> T:
+def run_virtual(
+    main: Callable[[], Coroutine[Any, Any, T]],
+    *,
+    passes_per_instant: int = PASSES_PER_INSTANT,
+    reorder: Reorder | None = None,
+) -> T:
     """Run `main()` on a new virtual clock and return its result; its exceptions come through.
 
     Raises `DeadlockError` when nothing is runnable and no timer is set, or when no time passes any more. Whatever
     happens, tasks still alive are cancelled and their `finally` blocks run.
     """
-    loop = VirtualLoop(passes_per_instant=passes_per_instant)
+    loop = VirtualLoop(passes_per_instant=passes_per_instant, reorder=reorder)
     threshold = gc.get_threshold()
     gc.set_threshold(GC_THRESHOLD, *threshold[1:])
     try:

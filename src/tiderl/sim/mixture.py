@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tiderl.data.records import TaskKey
+from tiderl.sim.kv import Shared
 from tiderl.sim.workload import Workload
 
 
@@ -21,6 +22,19 @@ class WorkloadMixture:
 
     def action_tokens(self, key: TaskKey, turn: int) -> int:
         """As `Workload.action_tokens`."""
+        return self._workloads[self._environment(key)].action_tokens(key, turn)
+
+    def shared_prompt(self, key: TaskKey) -> Shared:
+        """As `Workload.shared_prompt`, the environments' own parts told apart."""
+        environment = self._environment(key)
+        shared = self._workloads[environment].shared_prompt(key)
+        return (((environment, shared[0][0]), shared[0][1]), *shared[1:])
+
+    def of(self, key: TaskKey) -> Workload:
+        """The workload that the task's prompt is from."""
+        return self._workloads[self._environment(key)]
+
+    def _environment(self, key: TaskKey) -> int:
         while len(self._dealt) <= key.prompt_id:
             self._dealt.append(next(self._order))
-        return self._workloads[self._dealt[key.prompt_id]].action_tokens(key, turn)
+        return self._dealt[key.prompt_id]

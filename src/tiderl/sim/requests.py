@@ -13,6 +13,7 @@ import numpy as np
 
 from tiderl.data.records import TaskKey
 from tiderl.data.turns import FinishReason, Turn, TurnResult
+from tiderl.sim.kv import Prefix
 
 # Longer than any context; slices of these are views without memory.
 _LONGEST = 1 << 24
@@ -31,17 +32,23 @@ class Request:
     __slots__ = (
         "admitted_s",
         "arrived_s",
+        "blocks",
         "cached_tokens",
+        "computed",
         "decoding",
         "finish_reason",
         "finishes_at",
         "first_token_s",
         "future",
+        "mine",
         "number",
         "over",
+        "phase",
         "prefill_left",
+        "prefixes",
         "released",
         "sampled",
+        "seat",
         "settled_at",
         "spans",
         "target",
@@ -63,9 +70,15 @@ class Request:
             finish_reason,
         )  # tokens it samples if nobody interferes, and why it ends
         self.arrived_s = arrived_s
-        self.admitted_s = self.first_token_s = -1.0
-        self.cached_tokens = 0
+        self.admitted_s = self.first_token_s = -1.0  # of the first time, where it was preempted
+        self.cached_tokens = -1  # of the first admission
+        self.prefixes: tuple[Prefix, ...] = ()
+        self.mine: list[Prefix] = []  # of these, what it computes itself
+        self.seat = -1  # order of admission; -1 while it waits
         self.prefill_left = 0  # tokens of context still to compute
+        self.computed = 0  # tokens prefilled since it was admitted
+        self.blocks = 0  # taken for it alone, growth not counted
+        self.phase = 0  # while decoding: positions modulo the block size, less iterations
         self.decoding = False
         self.over = False  # it left the batch
         self.released = False  # its task is over: keep nothing of it
@@ -84,14 +97,9 @@ class Request:
         return len(self.turn.ids) + self.sampled
 
     @property
-    def need_tokens(self) -> int:
-        """What the turn reserves: its context and all it may sample."""
-        return len(self.turn.ids) + self.turn.sampling.max_new_tokens
-
-    @property
     def kv_tokens(self) -> int:
-        """Positions computed so far."""
-        if self.admitted_s < 0:
+        """Positions of its context that are computed or cached; 0 while it waits."""
+        if self.seat < 0:
             return 0
         return self.known_tokens - (1 if self.decoding else self.prefill_left)
 
@@ -127,7 +135,7 @@ class Request:
             logprobs=_LOGPROBS[:count],
             versions=versions,
             finish_reason=finish_reason,
-            cached_tokens=self.cached_tokens,
+            cached_tokens=max(0, self.cached_tokens),
             queued_s=admitted_s - self.arrived_s,
             prefill_s=first_token_s - admitted_s,
             decode_s=now_s - first_token_s,

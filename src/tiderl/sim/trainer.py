@@ -28,11 +28,17 @@ class ModelOnRank:
     def __init__(self, cost: CostModel) -> None:
         self._swap_s = cost.swap_one_way_s
         self._there = "actor"
+        self.spent_s: dict[str, float] = {}
+        """Seconds of the running update, by what was loaded: `swap_to_reference_s`, `swap_to_actor_s`."""
 
     def swap_s(self, model: Literal["reference", "actor"]) -> float:
         """Seconds until `model` can work; it is there from then on."""
         there, self._there = self._there, model
-        return 0.0 if there == model else self._swap_s
+        if there == model or not self._swap_s:
+            return 0.0
+        name = f"swap_to_{model}_s"
+        self.spent_s[name] = self.spent_s.get(name, 0.0) + self._swap_s
+        return self._swap_s
 
     def lose(self) -> None:
         self._there = "actor"
@@ -80,7 +86,7 @@ class SimActor:
 
 
 class SimUpdate:
-    """The optimizer of all actor ranks. Checkpoints are remembered in `saved` by their directory: nothing is written."""
+    """The optimizer of all actor ranks. Checkpoints are remembered in `saved` by their folder: nothing is written."""
 
     def __init__(
         self,
@@ -126,6 +132,7 @@ class SimUpdate:
             raise InvariantViolation(f"update {update} begins within update {self._running}")
         self._running = update
         self._actor.tokens = self._actor.loss_tokens = 0
+        self._actor.model.spent_s = {}
 
     async def finish(self) -> UpdateStats:
         if self._running is None:
@@ -135,6 +142,7 @@ class SimUpdate:
         metrics: Mapping[str, float] = {
             "tokens": float(self._actor.tokens),
             "loss_tokens": float(self._actor.loss_tokens),
+            **self._actor.model.spent_s,
         }
         return UpdateStats(metrics=dict(metrics), seconds=self._cost.optimizer_s)
 

@@ -1,21 +1,26 @@
 """What simulated tasks do: how long they talk, how long the world takes, and whether they succeed.
 
-Everything is a function of (workload seed, split and prompt id, member, turn), never of the attempt or of call order:
-the same trajectory costs the same under every strategy (I10). Lengths and seconds are lognormal around the profile's
-medians; turns and success are correlated within a group. Knows no engine, clock or strategy.
+Everything is a function of (workload seed, split and prompt id, member, turn), faults of the attempt too, never of call
+order: the same trajectory costs the same under every strategy (I10). Lengths and seconds are lognormal around the
+profile's medians; turns and success are correlated within a group. Knows no engine, clock or strategy.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from tiderl.data.errors import ConfigurationError
 from tiderl.data.records import Ending, TaskKey
 from tiderl.data.settings import WaitProfile, WorkloadProfile
 from tiderl.sim.draws import Draws, normal_cdf
+from tiderl.sim.kv import Shared
+
+Fault = Literal["timeout", "failure"]
 
 _SPLITS = {"train": 0, "eval": 1, "warmup": 2}
+_TURNS_PER_ATTEMPT = 1 << 20  # more than any task has: no two attempts draw the same fault
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class Workload:
                 where="rollout.max_context_tokens",
                 hint=f"give at least {self.first_observation_tokens + 1}",
             )
+        self.system_tokens = min(round(profile.system_tokens), self.first_observation_tokens)
         own = math.sqrt(1.0 - profile.group_correlation)
         self._weights = (math.sqrt(profile.group_correlation), own)
         self._turns = Draws(seed, "workload", "turns")
@@ -87,6 +93,7 @@ class Workload:
         self._observations = Draws(seed, "workload", "observation")
         self._steps = Draws(seed, "workload", "step")
         self._resets = Draws(seed, "workload", "reset")
+        self._faults = Draws(seed, "workload", "fault")
         self._waits = Draws(seed, "workload", "wait")
         self._tails = Draws(seed, "workload", "wait tail")
 
@@ -104,6 +111,12 @@ class Workload:
         profile = self.profile
         return _tokens(profile.action_tokens, profile.action_sigma, self._normal(self._actions, key, turn))
 
+    def shared_prompt(self, key: TaskKey) -> Shared:
+        """What the task's context begins with: the environment's own part, then all of its prompt, the same for every
+        member of the group. (Name, tokens from the start on) each."""
+        group = (_group(key), self.first_observation_tokens)
+        return (("system", self.system_tokens), group) if self.system_tokens else (group,)
+
     def observation_tokens(self, key: TaskKey, turn: int) -> int:
         """What the environment answers to the turn, at least 1."""
         profile = self.profile
@@ -120,8 +133,18 @@ class Workload:
         profile = self.profile
         return profile.reset_s * math.exp(profile.step_sigma * self._normal(self._resets, key, 0))
 
+    def fault(self, key: TaskKey, turn: int) -> Fault | None:
+        """What goes wrong with the turn's step, -1 for the reset. Of the attempt too: a retry may fare better."""
+        profile = self.profile
+        if not profile.timeout_fraction and not profile.failure_fraction:
+            return None
+        chance = self._faults.uniform(_group(key), key.member, _TURNS_PER_ATTEMPT * key.attempt + turn)
+        if chance < profile.timeout_fraction:
+            return "timeout"
+        return "failure" if chance < profile.timeout_fraction + profile.failure_fraction else None
+
     def plan(self, key: TaskKey) -> Plan:
-        """The trajectory that the runtime plays when every turn gets its tokens at once."""
+        """The trajectory that the runtime plays when every turn gets its tokens at once and nothing fails."""
         context = self.first_observation_tokens
         last = self.turns(key) - 1
         turns: list[PlannedTurn] = []

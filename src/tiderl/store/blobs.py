@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tiderl.data.errors import CheckpointError
 from tiderl.data.records import Trajectory
+from tiderl.data.spans import span
 from tiderl.store.payload import decode, encode, identity
 
 DIRECT_TOKENS = 4096  # about 50 kB and 0.3 ms
@@ -45,6 +46,10 @@ class FileBlobs:
         return self._put(trajectory)
 
     def _put(self, trajectory: Trajectory) -> str:
+        with span("payloads"):
+            return self._encode_and_write(trajectory)
+
+    def _encode_and_write(self, trajectory: Trajectory) -> str:
         sha256, data = encode(trajectory)
         path = f"{self._root}/{blob_path(sha256)}"
         try:

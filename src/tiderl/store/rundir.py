@@ -79,6 +79,11 @@ class RunDirectory:
         return self.root / "tensorboard"
 
     @property
+    def profile(self) -> Path:
+        """Where the time of each process went, with `log.profile`."""
+        return self.root / "profile.json"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

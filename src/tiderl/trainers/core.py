@@ -32,9 +32,11 @@ from tiderl.trainers.metrics import MetricSums
 from tiderl.trainers.model import build_model, compute_dtype, named_weights
 from tiderl.trainers.objective import token_terms
 from tiderl.trainers.optimizer import clipped_mean_gradient, lr_at, make_optimizer
-from tiderl.trainers.packing import Packed, loss_values, pack
+from tiderl.trainers.packing import Packed, pack
+from tiderl.trainers.row_model import layout_for
 from tiderl.trainers.saving import save_model_folder
 from tiderl.trainers.scoring import score
+from tiderl.trainers.targets import loss_values
 from tiderl.trainers.warmup import warm_up
 
 Key = tuple[int, int, int]  # (update, part, index): names a micro-batch
@@ -68,6 +70,7 @@ class TorchTrainer:
         self._dtype = compute_dtype(settings.model)
         self.model = build_model(settings.model, settings.seed)
         self._device = next(self.model.parameters()).device
+        self._layout = layout_for(self.model, settings.model.pad_id, settings.micro_batch_tokens)
         self.reference: Any | None = None
         self._optimizer = make_optimizer(self.model, settings.lr, settings.weight_decay)
         self._optimizer_steps = 0
@@ -89,7 +92,7 @@ class TorchTrainer:
             seed=self.settings.seed,
             temperature=self.settings.temperature,
             pad_id=self.settings.model.pad_id,
-            max_chunk_tokens=self.settings.micro_batch_tokens,
+            max_call_tokens=self.settings.micro_batch_tokens,
             max_grad_norm=self.settings.max_grad_norm,
             compute_dtype=self._dtype,
         )
@@ -219,9 +222,7 @@ class TorchTrainer:
         self._exports.discard(handle)
 
     def save(self, directory: str) -> None:
-        """See `checkpoint.py`. Between optimizer steps only."""
-        if self._open is not None:
-            raise InvariantViolation("cannot save inside an update", where=f"update {self._open.update}")
+        """See `checkpoint.py`. Within an optimizer step: the state before it, whose gradients are no part of that."""
         save_checkpoint(
             directory,
             model=self.model,
@@ -267,7 +268,7 @@ class TorchTrainer:
         return self._open
 
     def _pack(self, mb: MicroBatch) -> Packed:
-        return pack(mb.sequences, self.settings.model.pad_id, self.settings.micro_batch_tokens)
+        return pack(mb.sequences, self._layout)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)

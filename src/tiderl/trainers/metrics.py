@@ -19,7 +19,8 @@ Only loss-bearing tokens enter, never padding, and `mean` is over all of the ste
 | `grad_norm` | Euclidean norm of the mean gradient before clipping |
 | `lr` | learning rate of this step |
 | `loss_tokens`, `tokens` | loss-bearing, and all real tokens |
-| `padding_fraction` | share of padding in the tokens that the model computed |
+| `padding_fraction` | share of padding in the tokens that the model computed: 0 where it takes rows (`rows.py`) |
+| `computed_tokens` | real tokens that it computed: those before the last loss-bearing one, common beginnings once |
 
 (*) Over tokens made by exactly the weights of this forward: version `update - 1`, in the first part of `update`.
 """
@@ -58,14 +59,15 @@ class MetricSums:
         self._sums = dict.fromkeys(MEANS, 0.0)
         self._gap_sum = self._gap_max = 0.0
         self._gap_tokens = 0
-        self._tokens = self._padded_tokens = 0
+        self._tokens = self._computed_tokens = self._padding_tokens = 0
         self._uninformative: dict[int, bool] = {}  # by prompt id: a group may be spread over micro-batches
 
     def add(self, mb: MicroBatch, packed: Packed, per_token: Mapping[str, Tensor]) -> None:
         """`per_token` holds one [K] tensor for each of `MEANS`."""
         self.loss_tokens += packed.loss_tokens
         self._tokens += packed.tokens
-        self._padded_tokens += packed.padded_tokens
+        self._computed_tokens += packed.computed_tokens
+        self._padding_tokens += packed.padding_tokens
         for sequence in mb.sequences:
             self._uninformative[sequence.prompt_id] = is_uninformative(sequence.group_rewards)
         with torch.no_grad():
@@ -94,5 +96,6 @@ class MetricSums:
             "lr": lr,
             "loss_tokens": float(self.loss_tokens),
             "tokens": float(self._tokens),
-            "padding_fraction": 1.0 - self._tokens / self._padded_tokens,
+            "computed_tokens": float(self._computed_tokens - self._padding_tokens),
+            "padding_fraction": self._padding_tokens / self._computed_tokens,
         }

@@ -14,6 +14,7 @@ from tiderl.data.errors import ConfigurationError
 from tiderl.data.rng import stream_seed
 from tiderl.data.scratch import SCRATCH_MODEL_TYPE, scratch_config
 from tiderl.data.settings import ModelSettings
+from tiderl.trainers.row_model import use_rows
 
 SUPPORTED_MODELS = ("qwen2", "qwen3", "llama")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -31,6 +32,7 @@ def compute_dtype(settings: ModelSettings) -> torch.dtype:
 def build_model(settings: ModelSettings, seed: int) -> Any:
     """The start model in float32 on its device, without dropout. The same seed gives the same scratch weights."""
     model = _scratch_model(settings, seed) if settings.path == "scratch" else _stored_model(settings)
+    use_rows(model)
     try:
         return model.to(settings.device).eval()
     except (RuntimeError, AssertionError) as error:

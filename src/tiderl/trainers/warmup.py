@@ -17,6 +17,7 @@ from tiderl.data.records import Sequence as TrainSequence
 from tiderl.data.rng import stream
 from tiderl.trainers.optimizer import make_optimizer
 from tiderl.trainers.packing import pack
+from tiderl.trainers.row_model import layout_for
 from tiderl.trainers.scoring import score
 
 BATCH_DEMOS = 16
@@ -34,7 +35,7 @@ def warm_up(
     seed: int,
     temperature: float,
     pad_id: int,
-    max_chunk_tokens: int,
+    max_call_tokens: int,
     max_grad_norm: float,
     compute_dtype: torch.dtype,
 ) -> dict[str, float]:
@@ -53,10 +54,12 @@ def warm_up(
             hint="set warmup.updates to 0, or give the environment an expert",
         )
     optimizer = make_optimizer(model, lr, weight_decay=0.0)
+    layout = layout_for(model, pad_id, max_call_tokens)
     losses = []
     for step, batch in zip(range(updates), _minibatches(demos, seed), strict=False):
         optimizer.param_groups[0]["lr"] = lr * _lr_factor(step, updates)
-        logprobs, _ = score(model, pack(batch, pad_id, max_chunk_tokens), temperature, compute_dtype)
+        packed = pack(batch, layout)
+        logprobs, _ = score(model, packed, temperature, compute_dtype)
         loss = -logprobs.mean()
         losses.append(float(loss.detach()))
         if not np.isfinite(losses[-1]):

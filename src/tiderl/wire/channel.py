@@ -7,20 +7,24 @@ every pending request fails at once. Must not know what the methods mean.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from tiderl.data.errors import ChannelTimeout, InfrastructureFault
+from tiderl.data.spans import IDLE, span
 from tiderl.wire.faults import describe_error, restore_error
 from tiderl.wire.framing import FrameReader, Message, pack
 
 T = TypeVar("T")
 
 _READ_BYTES = 1 << 18
+_GATHERED_BYTES = 1 << 16
+"""Frames are put together up to about so much; larger ones are not worth the copy."""
 
 
 class Channel:
@@ -33,21 +37,26 @@ class Channel:
         self._poller.register(sock, select.POLLIN)
         self._reader = FrameReader()
         self._received: deque[Message] = deque()
-        self._send_lock = threading.Lock()
+        self._waiting: deque[bytearray] = deque()  # frames to send
+        self._writing = threading.Lock()
+        self._gathers = False
         self.sent_bytes = 0
 
     def notify(self, method: str, payload: Any = None) -> None:
         """Send a message that nobody waits for. Raises `InfrastructureFault` when the channel is closed."""
-        self._send(pack(0, method, payload))
+        with span("send"):
+            self._send(pack(0, method, payload))
 
     def reply(self, request: Message, payload: Any = None) -> None:
         """Answer a request; nothing is sent for a message that nobody waits for."""
         if request.id:
-            self._send(pack(request.id, "", payload))
+            with span("send"):
+                self._send(pack(request.id, "", payload))
 
     def reply_error(self, request: Message, error: BaseException) -> None:
         if request.id:
-            self._send(pack(request.id, "", error=describe_error(error)))
+            with span("send"):
+                self._send(pack(request.id, "", error=describe_error(error)))
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
         """The next message; None when none came in `timeout_s` (0 = look only, None = wait for ever).
@@ -55,29 +64,63 @@ class Channel:
         Raises `InfrastructureFault` when the peer closed, in the middle of a frame or between two.
         """
         while not self._received:
-            if not self._poller.poll(None if timeout_s is None else timeout_s * 1000):
-                return None
-            try:
-                data = self.socket.recv(_READ_BYTES)
-            except OSError as error:
-                raise InfrastructureFault(f"the channel broke: {error}") from error
-            if not data:
-                raise InfrastructureFault(
-                    "the channel closed in the middle of a frame" if self._reader.torn else "the channel closed"
-                )
-            self._received.extend(self._reader.feed(data))
+            with span("receive" if timeout_s == 0 else IDLE):
+                if not self._poller.poll(None if timeout_s is None else timeout_s * 1000):
+                    return None
+            with span("receive"):
+                self._read()
         return self._received.popleft()
 
     def close(self) -> None:
         self.socket.close()
 
+    def _read(self) -> None:
+        try:
+            data = self.socket.recv(_READ_BYTES)
+        except OSError as error:
+            raise InfrastructureFault(f"the channel broke: {error}") from error
+        if not data:
+            raise InfrastructureFault(
+                "the channel closed in the middle of a frame" if self._reader.torn else "the channel closed"
+            )
+        self._received.extend(self._reader.feed(data))
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """What is sent meanwhile goes as one piece at the end: each piece wakes the peer. For a process of one
+        thread."""
+        self._gathers = True
+        try:
+            yield
+        finally:
+            self._gathers = False
+            if self._waiting:
+                with span("send"):
+                    self._flush()
+
     def _send(self, frame: bytearray) -> None:
-        with self._send_lock:
+        self._waiting.append(frame)
+        if not self._gathers:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Sends what waits, in order. A thread that finds another one at it leaves its frame to that one: to wait for
+        it would take as long as all threads that compute meanwhile hold the interpreter."""
+        while self._waiting and self._writing.acquire(blocking=False):
             try:
-                self.socket.sendall(frame)
-            except OSError as error:
-                raise InfrastructureFault(f"the channel broke: {error}") from error
-            self.sent_bytes += len(frame)
+                while self._waiting:
+                    self._write(self._waiting.popleft())
+            finally:
+                self._writing.release()
+
+    def _write(self, piece: bytearray) -> None:
+        while self._waiting and len(piece) < _GATHERED_BYTES:
+            piece += self._waiting.popleft()
+        try:
+            self.socket.sendall(piece)
+        except OSError as error:
+            raise InfrastructureFault(f"the channel broke: {error}") from error
+        self.sent_bytes += len(piece)
 
 
 class Connection(asyncio.Protocol):
@@ -93,6 +136,7 @@ class Connection(asyncio.Protocol):
         self._pending: dict[int, asyncio.Future[Message]] = {}
         self._last_id = 0
         self._transport: asyncio.Transport | None = None
+        self._waiting: list[bytearray] = []  # frames that go at the end of this turn of the loop
         self._reason = ""
         self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -128,7 +172,8 @@ class Connection(asyncio.Protocol):
         """
         self._last_id += 1
         number = self._last_id
-        self._write(pack(number, method, payload))
+        with span("send"):
+            self._write(pack(number, method, payload))
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._pending[number] = answer
         try:
@@ -145,7 +190,8 @@ class Connection(asyncio.Protocol):
 
     def notify(self, method: str, payload: Any = None) -> None:
         """Send a message that nobody waits for. Raises the connection's `lost` class when it is closed."""
-        self._write(pack(0, method, payload))
+        with span("send"):
+            self._write(pack(0, method, payload))
 
     async def close(self) -> None:
         """Idempotent. What is pending fails."""
@@ -155,7 +201,18 @@ class Connection(asyncio.Protocol):
     def _write(self, frame: bytearray) -> None:
         if not self.is_open or self._transport is None:
             raise self._lost(f"the channel is closed: {self._reason or 'the peer is gone'}", where=self.peer)
-        self._transport.write(frame)
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._waiting.append(frame)
+
+    def _flush(self) -> None:
+        """One write for all that the tasks of this turn of the loop said: each write wakes the peer, which would begin
+        with the first alone."""
+        frames, self._waiting = self._waiting, []
+        if self._transport is None or not self.is_open:
+            return  # who waits for an answer has been told
+        with span("send"):
+            self._transport.write(frames[0] if len(frames) == 1 else b"".join(frames))
 
     def fail(self, reason: str) -> None:
         """Close now; everything pending fails with `reason`. The first reason counts."""
@@ -176,8 +233,9 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            for message in self._reader.feed(data):
-                self._deliver(message)
+            with span("receive"):
+                for message in self._reader.feed(data):
+                    self._deliver(message)
         except InfrastructureFault as fault:
             self.fail(fault.what)
 

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from tiderl.data.errors import InfrastructureFault
+from tiderl.data.spans import span
 
 T = TypeVar("T")
 
@@ -66,7 +67,8 @@ class Message:
     def payload(self, kind: type[T] | Any) -> T:
         """The body as `kind`, its arrays writable views on the frame. `InfrastructureFault` if damaged."""
         try:
-            return msgspec.msgpack.decode(self._body, type=kind, dec_hook=self._array)
+            with span("unpack"):
+                return msgspec.msgpack.decode(self._body, type=kind, dec_hook=self._array)
         except (msgspec.DecodeError, ValueError, TypeError) as error:
             raise InfrastructureFault(f"a {self.method or 'reply'} message is damaged: {error}") from error
 

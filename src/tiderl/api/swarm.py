@@ -1,0 +1,136 @@
+"""`swarm`: many small instances of a file in virtual time, each undisturbed and then under its own faults, all rules
+checked while they run.
+
+The same seed is the same instance, the same faults and the same events. Knows what no rule and no fault does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tiderl.api.drivers import VirtualRun, virtual_settings
+from tiderl.config.machine import prepare
+from tiderl.config.resolve import Resolved
+from tiderl.data.errors import DeadlockError, TideError
+from tiderl.runtime.run import Run
+from tiderl.sim.checks.watch import Checks
+from tiderl.sim.faults.plan import Dice
+from tiderl.sim.loop import run_virtual
+from tiderl.sim.swarm import FileSize, SeedReport, SwarmReport, draw_instance, draw_plan, may_take_s
+from tiderl.sim.waiting import describe_waits
+from tiderl.store.recorder import HashRecorder
+
+
+def swarm(
+    config: str | Path,
+    seeds: Sequence[int],
+    overrides: Sequence[str] = (),
+    *,
+    on_seed: Callable[[SeedReport], None] = lambda report: None,
+    make_run: Callable[..., Run] = Run,
+) -> SwarmReport:
+    """Runs one small instance of the file for each seed. `on_seed` gets each report as it comes; `make_run` builds the
+    runtime. Raises `ConfigurationError` for a file that is wrong by itself."""
+    size = _file_size(prepare(config, overrides, command="sim"))
+    report = SwarmReport(str(config))
+    for seed in seeds:
+        found = run_seed(config, seed, size, overrides, make_run=make_run)
+        report.seeds.append(found)
+        on_seed(found)
+    return report
+
+
+def run_seed(
+    config: str | Path,
+    seed: int,
+    size: FileSize,
+    overrides: Sequence[str] = (),
+    *,
+    make_run: Callable[..., Run] = Run,
+) -> SeedReport:
+    """The seed's instance, undisturbed and then under its faults; what both broke."""
+    instance = draw_instance(seed, size)
+    resolved = prepare(config, [*overrides, *instance], command="sim")
+    calm_log, log = HashRecorder(), HashRecorder()
+    first = VirtualRun(resolved, calm_log, checks=Checks(virtual_settings(resolved)), make_run=make_run)
+    undisturbed_s, failure = _run(first, None)
+    deadline_s = max(env.deadline_s for env in resolved.config.environments.values())
+    plan = draw_plan(
+        seed, undisturbed_s=undisturbed_s, deadline_s=deadline_s, given=given_faults(resolved)
+    )
+    limit_s = may_take_s(plan, undisturbed_s)
+    second = VirtualRun(
+        resolved, log, Dice(plan), Checks(virtual_settings(resolved)), make_run=make_run
+    )
+    done_s = undisturbed_s
+    violations = [f"undisturbed: {what}" for what in _violations(first, failure)]
+    if not violations:
+        done_s, failure = _run(second, limit_s)
+        violations = _violations(second, failure)
+    assert second.dice is not None and second.checks is not None
+    return SeedReport(
+        seed=seed,
+        overrides=instance,
+        probabilities=dict(plan.probabilities),
+        violations=tuple(violations),
+        fired={name: count for name, count in sorted(second.dice.fired.items()) if count},
+        seen=dict(sorted(second.checks.findings.seen.items())),
+        drivers=second.drivers,
+        undisturbed_s=undisturbed_s,
+        calm_s=plan.calm_s,
+        done_s=done_s,
+        limit_s=limit_s,
+        events=log.events,
+        log_sha256=log.sha256,
+    )
+
+
+def given_faults(resolved: Resolved) -> dict[str, float] | None:
+    """The faults that the configuration names itself; None where it leaves them to the seed."""
+    faults = resolved.config.sim.faults
+    return None if isinstance(faults, str) else dict(faults)
+
+
+def _run(run: VirtualRun, limit_s: float | None) -> tuple[float, str | None]:
+    """Virtual seconds, and what ended it early."""
+    clock: list[asyncio.AbstractEventLoop] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        clock.append(loop)
+        if limit_s is not None:
+            loop.call_later(limit_s, _too_late, loop, limit_s)
+        await run.to_its_end()
+
+    reorder = run.dice.reorder if run.dice is not None and run.dice.enabled("reorder") else None
+    failure = None
+    try:
+        run_virtual(main, reorder=reorder)
+    except TideError as error:
+        failure = f"{type(error).__name__}: {error}"
+    return clock[0].time(), failure
+
+
+def _too_late(loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
+    """A timer that raises stops a virtual loop."""
+    raise DeadlockError(f"liveness: not done at {limit_s:.6g} s; {describe_waits(loop)}")
+
+
+def _violations(run: VirtualRun, failure: str | None) -> list[str]:
+    assert run.checks is not None
+    return ([failure] if failure is not None else []) + run.checks.findings.violations
+
+
+def _file_size(resolved: Resolved) -> FileSize:
+    config = resolved.config
+    return FileSize(
+        ranks=config.cluster.ranks,
+        global_batch_groups=config.train.global_batch_groups,
+        group_size=config.algorithm.group_size,
+        updates=config.train.updates,
+        max_turns=config.rollout.max_turns,
+        max_context_tokens=config.rollout.max_context_tokens,
+        mixture=config.is_mixture,
+    )

@@ -1,0 +1,188 @@
+"""The rules of tasks, over what the runtime asks of engines and environments: I4, I6, I8, slots and orphans.
+
+Sits above the faults, where the runtime is: an answer counts as the runtime got it. Knows no scheduler.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from tiderl.data.records import Action, Observation, Prompt, Split, Step, TaskKey, Trajectory, WeightHandle
+from tiderl.data.turns import EngineStats, PauseMode, Turn, TurnResult
+from tiderl.runtime.ports import Engine, EnvironmentHandle, Environments
+from tiderl.sim.checks.report import Findings
+
+NOT_LOADED = -1
+
+
+class TaskBook:
+    """The tasks of one driver. `slots`: as many may live at a time."""
+
+    def __init__(self, findings: Findings, slots: int) -> None:
+        self.findings, self.slots = findings, slots
+        self.alive: Counter[TaskKey] = Counter()
+        self.context: dict[TaskKey, dict[int, tuple[int, int]]] = {}
+        """By replica: tokens after the newest turn, and its number."""
+        self.eval_versions: dict[TaskKey, dict[int, int]] = {}
+        """By replica: what an evaluation's task is pinned to."""
+
+    def opens(self, key: TaskKey) -> None:
+        self.alive[key] += 1
+        if self.alive[key] == 1:  # an evaluation uses the keys of the one before again
+            self.context.pop(key, None)
+            self.eval_versions.pop(key, None)
+        # Two evaluations may overlap on different replicas.
+        self.findings.require(self.alive[key] == 1 or key.split == "eval", "I1", f"task {key} lives twice")
+        count = self.alive.total()
+        self.findings.require(count <= self.slots, "I4", f"{count} tasks live, there are {self.slots} slots")
+        if count == self.slots:
+            self.findings.saw("all slots taken")
+
+    def closes(self, key: TaskKey) -> None:
+        self.alive[key] -= 1
+        if not self.alive[key]:
+            del self.alive[key]
+
+    def asks(self, turn: Turn, replica: int) -> None:
+        """A context only grows, by what was sampled and what is new (I8)."""
+        before, number = self.context.get(turn.task, {}).get(replica, (0, 0))
+        tokens = len(turn.ids)
+        self.findings.require(tokens >= before and turn.turn >= number, "I8", f"the context of {turn.task} shrinks")
+        self.findings.require(self.alive[turn.task] > 0, "I1", f"a turn of {turn.task}, which has no environment")
+
+    def answers(
+        self, turn: Turn, replica: int, result: TurnResult, stats: EngineStats, oldest: int, newest: int
+    ) -> None:
+        """`oldest`, `newest`: versions that the engine may have had since the turn was asked."""
+        count, name = len(result.ids), f"turn {turn.turn} of {turn.task}"
+        require = self.findings.require
+        require((result.task, result.turn) == (turn.task, turn.turn), "I8", f"{name} got the answer of {result.task}")
+        require(len(result.logprobs) == len(result.versions) == count, "I8", f"{name} lacks log-probs or versions")
+        require(count <= turn.sampling.max_new_tokens, "I8", f"{name} got {count} tokens, more than it may")
+        require(
+            stats.resident_tokens <= stats.budget_tokens, "I4", f"{stats.resident_tokens} tokens of KV are resident"
+        )
+        if count:
+            found = (int(result.versions.min()), int(result.versions.max()))
+            require(
+                oldest <= found[0] and found[1] <= newest, "I6", f"{name} has versions {found}, not {oldest} to {newest}"
+            )
+            if turn.task.split == "eval":
+                pinned = self.eval_versions.setdefault(turn.task, {}).setdefault(replica, found[0])
+                require(found == (pinned, pinned), "I6", f"evaluation {name} mixes versions {pinned} and {found}")
+        if result.finish_reason == "aborted":
+            self.findings.saw("an interrupted turn goes on")
+        self.context.setdefault(turn.task, {})[replica] = (len(turn.ids) + count, turn.turn)
+
+    def over(self) -> None:
+        """The driver ended and closed its things: nothing may be left."""
+        left = [str(key) for key in self.alive]
+        self.findings.require(not left, "I1", f"environments left open: {', '.join(left[:5])}")
+
+
+class WatchedEngine:
+    """One replica above the faults."""
+
+    def __init__(self, inner: Engine, book: TaskBook) -> None:
+        self._inner, self._book = inner, book
+        self.replica, self.capabilities = inner.replica, inner.capabilities
+        self._known = NOT_LOADED
+        """The version whose load was answered last."""
+        self._asked = NOT_LOADED
+        """The newest version whose load was asked for."""
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._inner.stats
+
+    async def generate(self, turn: Turn) -> TurnResult:
+        self._book.asks(turn, self.replica)
+        oldest = self._known if self._inner.stats.version != NOT_LOADED else NOT_LOADED
+        result = await self._inner.generate(turn)
+        self._book.answers(turn, self.replica, result, self._inner.stats, oldest, self._asked)
+        return result
+
+    async def abort(self, task: TaskKey, turn: int) -> None:
+        await self._inner.abort(task, turn)
+
+    def retain(self, task: TaskKey) -> None:
+        self._inner.retain(task)
+
+    def release(self, task: TaskKey) -> None:
+        self._inner.release(task)
+
+    def offload(self, task: TaskKey) -> None:
+        self._inner.offload(task)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._inner.pause(mode)
+
+    async def resume(self) -> None:
+        await self._inner.resume()
+
+    async def load_weights(self, handle: WeightHandle) -> None:
+        if self._inner.stats.version == NOT_LOADED:  # its process is new: a version that is pinned may be an older one
+            self._known = self._asked = NOT_LOADED
+        self._book.findings.require(
+            handle.version >= self._asked, "I2", f"replica {self.replica} goes back to version {handle.version}"
+        )
+        self._asked = handle.version
+        await self._inner.load_weights(handle)
+        self._known = handle.version
+
+
+class WatchedEnvironments:
+    """The environments above the faults."""
+
+    def __init__(self, inner: Environments, book: TaskBook) -> None:
+        self._inner, self._book = inner, book
+        self.slots, self.has_expert = inner.slots, inner.has_expert
+
+    async def start(self) -> None:
+        await self._inner.start()
+
+    async def prompts(self, split: Split) -> Sequence[Prompt]:
+        return await self._inner.prompts(split)
+
+    async def vocabulary(self) -> tuple[str, ...]:
+        return await self._inner.vocabulary()
+
+    async def expert(self, prompt: Prompt) -> Sequence[str]:
+        return await self._inner.expert(prompt)
+
+    async def open(self, key: TaskKey, prompt: Prompt) -> WatchedHandle:
+        self._book.opens(key)
+        try:
+            return WatchedHandle(await self._inner.open(key, prompt), key, self._book)
+        except BaseException:
+            self._book.closes(key)
+            raise
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class WatchedHandle:
+    """One task's environment."""
+
+    def __init__(self, inner: EnvironmentHandle, key: TaskKey, book: TaskBook) -> None:
+        self._inner, self._key, self._book = inner, key, book
+        self._open = True
+
+    async def reset(self) -> Observation:
+        return await self._inner.reset()
+
+    async def step(self, action: Action) -> Step:
+        return await self._inner.step(action)
+
+    async def score(self, trajectory: Trajectory) -> float | None:
+        return await self._inner.score(trajectory)
+
+    async def close(self) -> None:
+        try:
+            await self._inner.close()
+        finally:
+            if self._open:
+                self._open = False
+                self._book.closes(self._key)

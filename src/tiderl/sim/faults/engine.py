@@ -1,0 +1,127 @@
+"""An engine that fails: a wrapper of one replica's `Engine` port.
+
+It may lose, cut, delay or refuse what is asked of it, never answer with a token that the engine did not sample: nothing
+here may break an invariant by itself. Knows no simulated engine, only the port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from tiderl.data.errors import ChannelTimeout, InfrastructureFault, RankLost
+from tiderl.data.records import TaskKey, WeightHandle
+from tiderl.data.turns import EngineStats, PauseMode, Turn, TurnResult
+from tiderl.runtime.ports import Engine
+from tiderl.sim.faults.plan import Dice
+
+
+class FaultyEngine:
+    """`crash()` takes the replica's process down, `losses()` counts how often; its return is the cluster's business."""
+
+    def __init__(self, inner: Engine, dice: Dice, crash: Callable[[], None], losses: Callable[[], int]) -> None:
+        self._inner, self._dice, self._crash, self._losses = inner, dice, crash, losses
+        self.replica, self.capabilities = inner.replica, inner.capabilities
+        self._slow_factor, self._slow_until_s = 1.0, 0.0
+        self._pending: dict[TaskKey, int] = {}
+        self._orphans: dict[asyncio.Task[TurnResult], None] = {}
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._inner.stats
+
+    async def generate(self, turn: Turn) -> TurnResult:
+        dice, loop = self._dice, asyncio.get_running_loop()
+        if dice.strikes("engine_crash"):
+            loop.call_later(dice.delay_s("engine_crash"), self._crash)
+        if dice.strikes("slow_replica"):
+            self._slow_factor = dice.factor("slow_replica")
+            self._slow_until_s = loop.time() + dice.delay_s("slow_replica")
+        if dice.strikes("preemption_storm"):
+            for task, number in list(self._pending.items()):
+                await self._inner.abort(task, number)
+        started_s = loop.time()
+        self._pending[turn.task] = turn.turn
+        try:
+            result = await self._answer(turn)
+        finally:
+            self._pending.pop(turn.task, None)
+        if loop.time() < self._slow_until_s:
+            await self._delay((loop.time() - started_s) * (self._slow_factor - 1.0))
+        return result
+
+    async def _delay(self, seconds: float) -> None:
+        """The answer is on its way; it is lost with the process."""
+        losses = self._losses()
+        await asyncio.sleep(seconds)
+        if self._losses() != losses:
+            raise RankLost("the replica's process died before it answered", where=f"replica {self.replica}")
+
+    async def _answer(self, turn: Turn) -> TurnResult:
+        dice = self._dice
+        if dice.strikes("out_of_memory"):
+            await self._cut(turn, dice.delay_s("out_of_memory"))
+            raise InfrastructureFault("out of memory", where=f"replica {self.replica}")
+        if dice.strikes("request_timeout"):
+            await self._cut(turn, dice.delay_s("request_timeout"))
+            raise ChannelTimeout("no answer within the deadline", where=f"replica {self.replica}")
+        if dice.strikes("late_completion"):
+            return await self._outliving(turn)
+        return await self._inner.generate(turn)
+
+    async def _cut(self, turn: Turn, seconds: float) -> None:
+        """Lets the turn run this long, or to its end; what it sampled is lost."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._inner.generate(turn)
+        except TimeoutError:
+            pass
+
+    async def _outliving(self, turn: Turn) -> TurnResult:
+        """Where its consumer is cancelled, the engine does not hear of it."""
+        running = asyncio.get_running_loop().create_task(self._inner.generate(turn), name=f"orphan {turn.task}")
+        self._orphans[running] = None
+        running.add_done_callback(self._forget)
+        return await asyncio.shield(running)
+
+    def _forget(self, orphan: asyncio.Task[TurnResult]) -> None:
+        del self._orphans[orphan]
+        if not orphan.cancelled():
+            orphan.exception()  # nobody else may ask for it
+
+    def close(self) -> None:
+        """The driver is gone: nobody waits any more."""
+        for orphan in list(self._orphans):
+            orphan.cancel()
+
+    async def abort(self, task: TaskKey, turn: int) -> None:
+        await self._inner.abort(task, turn)
+
+    def retain(self, task: TaskKey) -> None:
+        if not self._dice.strikes("kv_hint_ignored"):
+            self._inner.retain(task)
+
+    def release(self, task: TaskKey) -> None:
+        if not self._dice.strikes("kv_hint_ignored"):
+            self._inner.release(task)
+
+    def offload(self, task: TaskKey) -> None:
+        if not self._dice.strikes("kv_hint_ignored"):
+            self._inner.offload(task)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._inner.pause(mode)
+
+    async def resume(self) -> None:
+        await self._inner.resume()
+
+    async def load_weights(self, handle: WeightHandle) -> None:
+        dice = self._dice
+        if dice.strikes("load_fails"):
+            await self._delay(dice.delay_s("load_fails"))
+            raise InfrastructureFault("the weights do not match their checksum", where=f"replica {self.replica}")
+        await self._inner.load_weights(handle)
+        if dice.strikes("load_repeated"):
+            await self._inner.load_weights(handle)
+        if dice.strikes("load_late"):
+            await self._delay(dice.delay_s("load_late"))
