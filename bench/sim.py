@@ -125,6 +125,7 @@ def main() -> None:
         return
     ranks = args.ranks or list(SHORT_RANKS if args.short else RANKS)
     rounds, turns = (2, 1_000) if args.short else (args.rounds, args.turns)
+    peak = peak_bytes(args.config, ranks[0], turns)  # first: a child's peak counts from its parent's size
     runs: dict[int, list[Measured]] = {count: [] for count in ranks}
     for _ in range(rounds):
         for count in ranks:
@@ -133,7 +134,6 @@ def main() -> None:
     if unequal:
         sys.exit(f"two runs of one seed differ, with {unequal} ranks")
     medians = [median_of(of_one) for of_one in runs.values()]
-    peak = peak_bytes(args.config, ranks[0], turns)
     growth = [medians[0].turns_per_s / run.turns_per_s for run in medians]
     if args.json:
         rows = [{**asdict(run), "cost_growth": ratio} for run, ratio in zip(medians, growth, strict=True)]

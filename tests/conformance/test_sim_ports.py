@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from support import environments_suite
@@ -13,6 +14,7 @@ from tiderl.data.settings import EngineSettings, ModelSettings, WorkloadProfile
 from tiderl.sim.cluster import SimCluster
 from tiderl.sim.environments import SimEnvironments
 from tiderl.sim.loop import run_virtual
+from tiderl.sim.transfer import TransferKind
 from tiderl.sim.workload import Workload
 
 MODEL = ModelSettings(path="scratch", vocab_size=64, max_context_tokens=128, pad_id=0, stop_ids=(1,))
@@ -38,9 +40,11 @@ def workload() -> Workload:
     return Workload(0, PROFILE, max_turns=16, max_context_tokens=128, max_new_tokens_per_turn=8)
 
 
-def subject(layout: str) -> Subject:
-    settings = EngineSettings(MODEL, kv_budget_tokens=512)
-    cluster = SimCluster(LAYOUTS[layout], [1], cost_model("this-cpu", MODEL), workload(), settings)
+def subject(layout: str, weight_sync: TransferKind = "relay", block: int = 16) -> Subject:
+    settings = EngineSettings(MODEL, kv_budget_tokens=512, kv_block_tokens=block)
+    # Reference and actor take turns on their rank, so that the swap between them is in every promise.
+    cost = replace(cost_model("this-cpu", MODEL), swap_one_way_s=0.001)
+    cluster = SimCluster(LAYOUTS[layout], [1], cost, workload(), settings, weight_sync=weight_sync)
     return Subject(cluster, vocab_size=64, max_context_tokens=128)
 
 
@@ -48,6 +52,13 @@ def subject(layout: str) -> Subject:
 @pytest.mark.parametrize("promise", PROMISES, ids=name_of)
 def test_simulated_cluster(promise: Promise, layout: str) -> None:
     run_virtual(lambda: check(lambda: subject(layout), promise))
+
+
+@pytest.mark.parametrize("weight_sync", ["broadcast", "delta"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("promise", PROMISES, ids=name_of)
+def test_simulated_cluster_by_weight_sync(promise: Promise, layout: str, weight_sync: TransferKind) -> None:
+    run_virtual(lambda: check(lambda: subject(layout, weight_sync, block=1), promise))
 
 
 @pytest.mark.parametrize("promise", environments_suite.CHECKS, ids=lambda check: check.__name__)

@@ -11,12 +11,13 @@ import pytest
 from support.engine_oracle import Got, Played, Script, TaskScript, TurnScript, play
 
 from tiderl.cost.model import CostModel
-from tiderl.data.errors import RankLost, RequestTooLarge
+from tiderl.data.errors import InvariantViolation, RankLost, RequestTooLarge
 from tiderl.data.records import TaskKey, WeightHandle
 from tiderl.data.settings import EngineSettings, ModelSettings
 from tiderl.data.turns import Sampling, Turn, TurnResult
 from tiderl.sim.engine import SimEngine
-from tiderl.sim.kv import Shared
+from tiderl.sim.growth import Growth
+from tiderl.sim.kv import BlockPool, Shared
 from tiderl.sim.loop import run_virtual
 from tiderl.sim.ranks import SimRank
 
@@ -441,6 +442,61 @@ def test_the_least_recently_used_context_is_lost_from_its_end() -> None:
     assert cached(third=64) == [96, 96]
     assert cached(third=90) == [64, 96], "2 of its 6 blocks were in the way of the first"
     assert cached(third=200) == [0, 48], "13 of 16 blocks were needed"
+
+
+class BlindGrowth(Growth):
+    """A mutant: nobody sees the next block coming, so nobody is preempted for it."""
+
+    def next(self, iterations: int) -> int:
+        return 0
+
+
+class LastingPool(BlockPool):
+    """A mutant: KV outlives its version."""
+
+    def forget_cached(self) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_kv_stays_in_its_budget_only_because_growth_is_foreseen(blind: bool) -> None:
+    async def main() -> None:
+        engine = engine_of({(0, 0): 64, (1, 0): 64}, budget=160)
+        if blind:
+            engine._batch._growth = BlindGrowth(16)
+        await engine.load_weights(handle(0))
+        running = [asyncio.ensure_future(engine.generate(turn_of(task, 0, 64, 64))) for task in range(2)]
+        while not all(turn.done() for turn in running):
+            if engine.stats.resident_tokens > engine.stats.budget_tokens:
+                raise InvariantViolation("more is resident than the budget (I4)")
+            await asyncio.sleep(0.01)
+
+    if blind:
+        with pytest.raises(InvariantViolation, match="I4"):
+            run_virtual(main)
+    else:
+        run_virtual(main)
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_no_kv_of_an_old_version_is_found_only_because_it_is_forgotten(forgets: bool) -> None:
+    async def main() -> int:
+        engine = engine_of({(0, 0): 3, (0, 1): 3})
+        if not forgets:
+            engine._batch.pool = LastingPool(engine._batch.pool.blocks, 16)
+        await engine.load_weights(handle(0))
+        await engine.generate(turn_of(0, 0, 40, 8))
+        await engine.load_weights(handle(1))
+        return (await engine.generate(turn_of(0, 1, 48, 8))).cached_tokens
+
+    assert (run_virtual(main) == 0) is forgets
+
+
+def test_more_blocks_than_there_are_cannot_be_taken() -> None:
+    pool = BlockPool(4, 16)
+    pool.take(key(0), (), 40)
+    with pytest.raises(InvariantViolation, match="I4"):
+        pool.take(key(1), (), 20)
 
 
 def test_too_large_a_turn_is_refused() -> None:

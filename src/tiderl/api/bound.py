@@ -18,8 +18,8 @@ from tiderl.cost.work import GroupWork, demand, group_work, trajectory_work
 from tiderl.data.records import TaskKey
 from tiderl.data.settings import EngineSettings
 from tiderl.runtime.ports import Replay
+from tiderl.sim.behaviour import Behaviour
 from tiderl.sim.mixture import WorkloadMixture
-from tiderl.sim.workload import Workload
 
 
 def bound_figures(bound: Bound | None, goodput_tokens_per_s: float | None) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def bound_figures(bound: Bound | None, goodput_tokens_per_s: float | None) -> di
 
 
 def consumed_bound(
-    resolved: Resolved, replay: Replay, workload: Workload | WorkloadMixture, cost: CostModel, engine: EngineSettings
+    resolved: Resolved, replay: Replay, workload: Behaviour | WorkloadMixture, cost: CostModel, engine: EngineSettings
 ) -> Bound | None:
     """The bound of the groups that the journal says were trained, in the order of their issue; None under `window` and
     before the first update."""
@@ -51,7 +51,7 @@ def consumed_bound(
 
 
 def planned_bound(
-    resolved: Resolved, workload: Workload | WorkloadMixture, cost: CostModel, engine: EngineSettings
+    resolved: Resolved, workload: Behaviour | WorkloadMixture, cost: CostModel, engine: EngineSettings
 ) -> Bound | None:
     """The bound of the first prompts that fill all updates, without a run: what it comes to if none is dropped."""
     settings = resolved.settings
@@ -64,7 +64,7 @@ def _bound(
     resolved: Resolved,
     members: Mapping[int, list[int]],
     updates: int,
-    workload: Workload | WorkloadMixture,
+    workload: Behaviour | WorkloadMixture,
     cost: CostModel,
     engine: EngineSettings,
 ) -> Bound | None:
@@ -112,7 +112,7 @@ def _transfer_s(cost: CostModel, kind: str) -> tuple[float, float]:
     return share * cost.publish_s, share * cost.load_s
 
 
-def _group(workload: Workload | WorkloadMixture, prompt_id: int, members: list[int]) -> GroupWork:
+def _group(workload: Behaviour | WorkloadMixture, prompt_id: int, members: list[int]) -> GroupWork:
     keys = [TaskKey("train", prompt_id, member, 0) for member in sorted(members)]
     own = workload.of(keys[0]) if isinstance(workload, WorkloadMixture) else workload
     trajectories = []
@@ -125,4 +125,4 @@ def _group(workload: Workload | WorkloadMixture, prompt_id: int, members: list[i
             for turn, wait_s in zip(plan.turns, waits, strict=True)
         ]
         trajectories.append(trajectory_work(turns, plan.reset_s))
-    return group_work(own.first_observation_tokens, trajectories, own.system_tokens)
+    return group_work(min(own.first_tokens(key) for key in keys), trajectories, own.system_tokens)

@@ -1,5 +1,5 @@
-"""One run in virtual time over as many drivers as it takes: one that dies or is stopped is followed by another over what
-it left, on the same clock, until the run is done.
+"""One run in virtual time over as many drivers as it takes: one that dies or is stopped is followed by another over
+what it left, on the same clock, until the run is done.
 
 Puts faults and checks around the simulated ports. Knows neither what the faults do nor what the checks ask.
 """
@@ -14,7 +14,7 @@ import msgspec
 
 from tiderl.api.virtual import Persisted, World, build_ports, simulated_world
 from tiderl.config.resolve import Resolved
-from tiderl.data.errors import CheckpointError, DeadlockError, HopelessEnvironment, InfrastructureFault, TideError
+from tiderl.data.errors import CheckpointError, DeadlockError, HopelessEnvironment, RankLost, TideError
 from tiderl.data.events import Event, UpdateCommitted
 from tiderl.data.settings import RunSettings, WarmupSettings
 from tiderl.runtime.ports import Recorder
@@ -31,7 +31,7 @@ TAIL_ROWS = 12
 """A power cut loses at most so many rows of the journal's tail."""
 MAX_IDLE_DRIVERS = 100
 """Drivers in a row without an update, after which nothing will come of the run."""
-OPERATOR_HELPS = (CheckpointError, HopelessEnvironment, InfrastructureFault)
+OPERATOR_HELPS = (CheckpointError, HopelessEnvironment, RankLost)
 """What may end a driver while faults go on: the disk is full, the environment only fails, a rank dies again and again.
 A run that is resumed afterwards must end as if it had not happened."""
 

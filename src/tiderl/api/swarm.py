@@ -14,6 +14,8 @@ from tiderl.api.drivers import VirtualRun, virtual_settings
 from tiderl.config.machine import prepare
 from tiderl.config.resolve import Resolved
 from tiderl.data.errors import DeadlockError, TideError
+from tiderl.data.events import Event, PromptIssued, RunStarted, TaskAdmitted, UpdateCommitted
+from tiderl.observe.account import Account
 from tiderl.runtime.run import Run
 from tiderl.sim.checks.watch import Checks
 from tiderl.sim.faults.plan import Dice
@@ -21,6 +23,9 @@ from tiderl.sim.loop import run_virtual
 from tiderl.sim.swarm import FileSize, SeedReport, SwarmReport, draw_instance, draw_plan, may_take_s
 from tiderl.sim.waiting import describe_waits
 from tiderl.store.recorder import HashRecorder
+
+ACCOUNT_ROUNDING = 1e-6
+"""Of a run's rank-seconds: what sums of floats may differ by."""
 
 
 def swarm(
@@ -53,22 +58,18 @@ def run_seed(
     """The seed's instance, undisturbed and then under its faults; what both broke."""
     instance = draw_instance(seed, size)
     resolved = prepare(config, [*overrides, *instance], command="sim")
-    calm_log, log = HashRecorder(), HashRecorder()
+    calm_log, log = AccountedLog(), AccountedLog()
     first = VirtualRun(resolved, calm_log, checks=Checks(virtual_settings(resolved)), make_run=make_run)
     undisturbed_s, failure = _run(first, None)
     deadline_s = max(env.deadline_s for env in resolved.config.environments.values())
-    plan = draw_plan(
-        seed, undisturbed_s=undisturbed_s, deadline_s=deadline_s, given=given_faults(resolved)
-    )
+    plan = draw_plan(seed, undisturbed_s=undisturbed_s, deadline_s=deadline_s, given=given_faults(resolved))
     limit_s = may_take_s(plan, undisturbed_s)
-    second = VirtualRun(
-        resolved, log, Dice(plan), Checks(virtual_settings(resolved)), make_run=make_run
-    )
+    second = VirtualRun(resolved, log, Dice(plan), Checks(virtual_settings(resolved)), make_run=make_run)
     done_s = undisturbed_s
-    violations = [f"undisturbed: {what}" for what in _violations(first, failure)]
+    violations = [f"undisturbed: {what}" for what in (*_violations(first, failure), *calm_log.wrong())]
     if not violations:
         done_s, failure = _run(second, limit_s)
-        violations = _violations(second, failure)
+        violations = [*_violations(second, failure), *log.wrong()]
     assert second.dice is not None and second.checks is not None
     return SeedReport(
         seed=seed,
@@ -82,9 +83,44 @@ def run_seed(
         calm_s=plan.calm_s,
         done_s=done_s,
         limit_s=limit_s,
-        events=log.events,
-        log_sha256=log.sha256,
+        events=log.hash.events,
+        log_sha256=log.hash.sha256,
     )
+
+
+class AccountedLog:
+    """A run's events: their hash, and whether its account of rank-seconds adds up (I11)."""
+
+    def __init__(self) -> None:
+        self.hash, self.account = HashRecorder(), Account()
+        self.ranks = 0
+        self.first_s: float | None = None
+        self.last_s: float | None = None
+
+    def emit(self, event: Event) -> None:
+        self.hash.emit(event)
+        self.account.observe(event)
+        if isinstance(event, RunStarted):
+            self.ranks = event.ranks
+        elif isinstance(event, PromptIssued | TaskAdmitted) and self.first_s is None:
+            self.first_s = event.t_s
+        elif isinstance(event, UpdateCommitted):
+            self.last_s = event.t_s
+
+    def wrong(self) -> list[str]:
+        """Useful time and every loss add up to ranks × (first task to last commit); none is negative or unnamed."""
+        account = self.account.summary()
+        if account is None or self.first_s is None or self.last_s is None:
+            return []
+        time_s = self.ranks * (self.last_s - self.first_s)
+        room_s = ACCOUNT_ROUNDING * max(time_s, 1.0)
+        found = []
+        if abs(sum(account.values()) - time_s) > room_s:
+            found.append(f"I11: the account has {sum(account.values()):.9g} rank-seconds of {time_s:.9g}")
+        found += [f"I11: {name} is {seconds:.9g} s" for name, seconds in account.items() if seconds < -room_s]
+        if account["other"] > room_s:
+            found.append(f"I11: {account['other']:.9g} of {time_s:.9g} rank-seconds have no name")
+        return found
 
 
 def given_faults(resolved: Resolved) -> dict[str, float] | None:

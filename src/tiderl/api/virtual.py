@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -24,9 +25,10 @@ from tiderl.data.settings import EngineSettings, ModelSettings, WorkloadProfile
 from tiderl.envs.mixed import MixedEnvironments
 from tiderl.envs.registry import check_form, profile
 from tiderl.observe.metrics import RunMetrics
-from tiderl.runtime.ports import Environments, Ports, Recorder
+from tiderl.runtime.ports import Environments, Ports, Recorder, Replay
 from tiderl.runtime.rollout import DROPPED_BATCHES_IN_A_ROW
 from tiderl.schedule.mix import weighted_order
+from tiderl.sim.behaviour import Behaviour
 from tiderl.sim.cluster import SimCluster
 from tiderl.sim.environments import SimEnvironments
 from tiderl.sim.feasibility import check_can_finish, check_faults
@@ -59,55 +61,96 @@ SIM_VOCABULARY = 1024
 """Size of the scratch model's vocabulary in virtual time, where no environment is asked for its words."""
 
 
-def simulate(config: str | Path, overrides: Sequence[str] = (), *, save: str | None = None) -> Result:
+def simulate(
+    config: str | Path, overrides: Sequence[str] = (), *, save: str | None = None, calibrated_by: str | None = None
+) -> Result:
     """Runs the configuration in virtual time. The same configuration and seed give the same `log_sha256`.
 
-    `save`: a run name or path that keeps events and figures. Raises `ConfigurationError`, `DeadlockError`.
+    `save`: a run name or path that keeps events and figures. `calibrated_by`: a recorded run whose costs count instead
+    of those of `sim.hardware`; the result then says what they are. Raises `ConfigurationError`, `DeadlockError`.
     """
     started = time.monotonic()
     resolved = prepare(config, overrides, command="sim")
     for env in resolved.config.environments.values():
         check_form(env.name)
+    world, extra = simulated_world(resolved), {}
+    if calibrated_by is not None:
+        from tiderl.api.trace import calibrated, calibration_figures, recorded  # it simulates through here
+
+        fitted = calibrated(recorded(calibrated_by))
+        world = replace(world, cost=fitted.applied(world.cost))
+        extra = {"calibration": calibration_figures(fitted, calibrated_by)}
+    return kept(resolved, world, save, lambda run: run.result(started, extra))
+
+
+@dataclass(frozen=True)
+class Played:
+    """A simulation that came to its end."""
+
+    resolved: Resolved
+    world: World
+    metrics: RunMetrics
+    replay: Replay
+    cpu_s: float
+    events: int
+    log_sha256: str
+    run_dir: str | None
+
+    def result(self, started: float, extra: Mapping[str, Any]) -> Result:
+        """The keys of every result, and `extra`. `started`: `time.monotonic()` when the command began."""
+        metrics, world = self.metrics, self.world
+        bound = consumed_bound(self.resolved, self.replay, world.workload, world.cost, world.engine)
+        result = make_result(
+            metrics,
+            journal_counts(self.replay),
+            self.resolved.no_effect,
+            run_dir=self.run_dir,
+            wall_s=time.monotonic() - started,
+            driver_load_fraction=self.cpu_s / metrics.clock_s if metrics.clock_s else None,
+            events=self.events,
+            log_sha256=self.log_sha256,
+            meaningless=LEARNING,
+            bound=bound_figures(bound, metrics.figures()["goodput_tokens_per_s"]),
+        )
+        return Result({**result.values, **extra})
+
+
+def kept(resolved: Resolved, world: World, save: str | None, told: Callable[[Played], Result]) -> Result:
+    """Plays `world`; with `save`, events, configuration and what is `told` of it are kept under this name."""
+    check_finishes(resolved, world)
     directory = None
     if save is not None:
         directory = choose(save, "sim")
         create(directory)
         directory.config.write_text(render_dry_run(resolved), encoding="utf-8")
-    kept = SegmentRecorder(directory.events) if directory else None
-    log = HashRecorder(kept)
+    segments = SegmentRecorder(directory.events) if directory else None
     try:
-        result = _run(resolved, log, directory, started)
+        result = told(_played(resolved, world, HashRecorder(segments), directory))
     finally:
-        if kept is not None:
-            kept.close()
+        if segments is not None:
+            segments.close()
     if directory is not None:
         directory.summary.write_text(json.dumps(result.to_json(), indent=1), encoding="utf-8")
     return result
 
 
-def _run(resolved: Resolved, log: HashRecorder, directory: RunDirectory | None, started: float) -> Result:
+def _played(resolved: Resolved, world: World, log: HashRecorder, directory: RunDirectory | None) -> Played:
     metrics = RunMetrics()
     recorder = Fanout([log], metrics, [])
     persisted = Persisted()
-    world = simulated_world(resolved)
-    check_finishes(resolved, world)
     cpu = time.thread_time()
     _play(resolved, persisted, recorder, world)
     cpu = time.thread_time() - cpu
     gc.collect()
-    replay = run_virtual(persisted.ledger.replay)
-    bound = consumed_bound(resolved, replay, world.workload, world.cost, world.engine)
-    return make_result(
+    return Played(
+        resolved,
+        world,
         metrics,
-        journal_counts(replay),
-        resolved.no_effect,
-        run_dir=str(directory.root) if directory else None,
-        wall_s=time.monotonic() - started,
-        driver_load_fraction=cpu / metrics.clock_s if metrics.clock_s else None,
+        run_virtual(persisted.ledger.replay),
+        cpu_s=cpu,
         events=recorder.events,
         log_sha256=log.sha256,
-        meaningless=LEARNING,
-        bound=bound_figures(bound, metrics.summary()["goodput_tokens_per_s"]),
+        run_dir=str(directory.root) if directory else None,
     )
 
 
@@ -124,7 +167,7 @@ def check_finishes(resolved: Resolved, world: World) -> None:
     config = resolved.config
     deadlines = [(world.workloads[name], env.deadline_s) for name, env in config.environments.items()]
 
-    def place(key: TaskKey) -> tuple[Workload, float]:
+    def place(key: TaskKey) -> tuple[Behaviour, float]:
         own = world.workload.of(key) if isinstance(world.workload, WorkloadMixture) else world.workload
         return own, next(deadline_s for workload, deadline_s in deadlines if workload is own)
 
@@ -148,15 +191,16 @@ class Persisted:
 class World:
     """What is simulated: the tasks of each environment, what work costs, and the engine."""
 
-    workloads: Mapping[str, Workload]
-    workload: Workload | WorkloadMixture
+    workloads: Mapping[str, Behaviour]
+    workload: Behaviour | WorkloadMixture
     """Of all environments together."""
     cost: CostModel
     engine: EngineSettings
 
 
-def simulated_world(resolved: Resolved) -> World:
-    """From `sim:` and the shape of `model:`. Raises `ConfigurationError`."""
+def simulated_world(resolved: Resolved, *, recorded: Behaviour | None = None) -> World:
+    """From `sim:` and the shape of `model:`. `recorded`: what all environments do, instead of their profiles. Raises
+    `ConfigurationError`."""
     config, renderer = resolved.config, LengthsRenderer()
     model: ModelSettings = resolved.model_settings(
         vocab_size=SIM_VOCABULARY, pad_id=renderer.pad_id, stop_ids=renderer.stop_ids
@@ -168,12 +212,16 @@ def simulated_world(resolved: Resolved) -> World:
         constants=config.sim.cost,
         efficiency=config.sim.efficiency,
     )
-    workloads = {name: _workload(resolved, env) for name, env in config.environments.items()}
-    workload: Workload | WorkloadMixture
-    if config.is_mixture:
+    workloads: Mapping[str, Behaviour]
+    workload: Behaviour | WorkloadMixture
+    if recorded is not None:
+        workloads, workload = dict.fromkeys(config.environments, recorded), recorded
+    elif config.is_mixture:
+        workloads = {name: _workload(resolved, env) for name, env in config.environments.items()}
         order = weighted_order(list(resolved.settings.environment_weights.values()))
         workload = WorkloadMixture(list(workloads.values()), order)
     else:
+        workloads = {name: _workload(resolved, env) for name, env in config.environments.items()}
         (workload,) = workloads.values()
     return World(workloads, workload, cost, _engine_settings(resolved, model, cost))
 
@@ -184,7 +232,11 @@ def build_ports(resolved: Resolved, persisted: Persisted, recorder: Recorder, wo
     world = simulated_world(resolved) if world is None else world
     parts: dict[str, Environments] = {
         name: SimEnvironments(
-            world.workloads[name], slots=int(env.slots), deadline_s=env.deadline_s, eval_prompts=config.eval.prompts
+            world.workloads[name],
+            slots=int(env.slots),
+            deadline_s=env.deadline_s,
+            eval_prompts=config.eval.prompts,
+            workers=_workers(env),
         )
         for name, env in config.environments.items()
     }
@@ -211,6 +263,11 @@ def build_ports(resolved: Resolved, persisted: Persisted, recorder: Recorder, wo
         checkpoints=persisted.checkpoints,
         recorder=recorder,
     )
+
+
+def _workers(env: EnvConfig) -> int:
+    """Calls that an isolation serves at a time."""
+    return {"async": 1, "pool": env.workers, "process": int(env.slots)}[env.isolation]
 
 
 def _engine_settings(resolved: Resolved, model: ModelSettings, cost: CostModel) -> EngineSettings:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from tiderl.cli.options import AsJson, ConfigFile, Overrides, print_json
+from tiderl.cli.options import AsJson, Overrides, print_json
 from tiderl.cli.swarm import run_swarm
 from tiderl.data.errors import ConfigurationError
 
@@ -41,6 +41,15 @@ Swarm = Annotated[
 SwarmSeed = Annotated[
     int | None,
     typer.Option("--seed", metavar="S", min=0, help="Of the first of a swarm's instances.", show_default=False),
+]
+
+Trace = Annotated[
+    str | None,
+    typer.Option("--trace", metavar="RUN|FILE", help="Replay a recorded workload.", show_default=False),
+]
+CalibratedBy = Annotated[
+    str | None,
+    typer.Option("--calibrate", metavar="RUN", help="Costs fitted to this recorded run.", show_default=False),
 ]
 
 
@@ -94,10 +103,12 @@ def _check_usage(config: Path | None, resume: str | None, dry_run: bool, overwri
 
 
 def sim(
-    config: ConfigFile,
+    config: MaybeConfigFile = None,
     override: Overrides = None,
     dry_run: DryRun = False,
     save: Save = None,
+    trace: Trace = None,
+    calibrate: CalibratedBy = None,
     swarm: Swarm = None,
     seed: SwarmSeed = None,
     as_json: AsJson = False,
@@ -111,8 +122,21 @@ def sim(
     tiderl sim examples/builtin.yaml --swarm 200 --seed 7
 
     A swarm runs as many small instances of the file, each with its own sizes and faults, and checks every rule in each.
+
+    tiderl sim --trace runs/r1
+
+    A trace is a recorded run, or a CSV file of turns: its workload is played again, with costs fitted to the run, and
+    what is predicted is compared with what was measured.
     """
     overrides = override or []
+    _check_sim_usage(config, trace, dry_run=dry_run, swarm=swarm, calibrate=calibrate)
+    if trace is not None:
+        from tiderl.api.trace import replay
+
+        result = replay(trace, overrides, config=config, calibrated_by=calibrate, save=save).to_json()
+        _finish(result, as_json, [])
+        return
+    assert config is not None
     if swarm is not None:
         run_swarm(config, overrides, swarm, seed or 0, as_json, given=dry_run or save is not None)
         return
@@ -123,8 +147,20 @@ def sim(
         return
     from tiderl.api import simulate
 
-    result = simulate(config, overrides, save=save).to_json()
+    result = simulate(config, overrides, save=save, calibrated_by=calibrate).to_json()
     _finish(result, as_json, [])
+
+
+def _check_sim_usage(
+    config: Path | None, trace: str | None, *, dry_run: bool, swarm: int | None, calibrate: str | None
+) -> None:
+    hint = "try: tiderl sim --help"
+    if config is None and trace is None:
+        raise ConfigurationError("give a configuration file, or --trace with a recorded run", hint=hint)
+    if trace is not None and (dry_run or swarm is not None):
+        raise ConfigurationError("--dry-run and --swarm do not go with --trace", hint=hint)
+    if calibrate is not None and (dry_run or swarm is not None):
+        raise ConfigurationError("--dry-run and --swarm do not go with --calibrate", hint=hint)
 
 
 def _dry_run(config: Path, overrides: Sequence[str], command: Literal["train", "sim"], as_json: bool) -> None:

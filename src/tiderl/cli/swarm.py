@@ -55,8 +55,8 @@ def _summary(found: dict[str, object]) -> str:
     never: list[str] = found["never"]  # type: ignore[assignment]
     struck = sum(count > 0 for count in faults.values())
     lines = [
-        f"{found['seeds']} seeds from {found['first_seed']}, {len(violations)} failed; {found['virtual_s']:.4g} virtual "
-        f"seconds, {found['events']} events, {found['drivers']} drivers",
+        f"{found['seeds']} seeds from {found['first_seed']}, {len(violations)} failed; "
+        f"{found['virtual_s']:.4g} virtual seconds, {found['events']} events, {found['drivers']} drivers",
         f"faults: {sum(faults.values())} of {struck} kinds in {len(faults)}; the slowest took "
         f"{found['liveness_fraction_max']:.0%} of its time after calm",
     ]

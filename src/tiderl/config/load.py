@@ -52,13 +52,13 @@ class Loaded:
         return ConfigurationError(f"{key}: {what}", where=self.where(key), hint=hint)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read `path`, apply `overrides` (`a.b=value`, the value as YAML), check every key by itself.
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = None) -> Loaded:
+    """Read `path` (or `text` in its name), apply `overrides` (`a.b=value`, a YAML value), check every key by itself.
 
     Raises `ConfigurationError` naming file and line, or the override.
     """
     path = Path(path)
-    parsed = document.parse(_read(path), where=str(path))
+    parsed = document.parse(_read(path) if text is None else text, where=str(path))
     values = {} if parsed.values is None else parsed.values
     if not isinstance(values, dict):
         raise ConfigurationError("the file must be a mapping of keys such as `seed: 0`", where=f"{path}:1")

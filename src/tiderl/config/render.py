@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tiderl.config import document
 from tiderl.config.load import dump, leaves
 from tiderl.config.resolve import Resolved
 
@@ -32,6 +34,16 @@ def render_dry_run(resolved: Resolved) -> str:
             lines += _block({key: value}, "", "", resolved.origins, written)
     lines += [f"# {item}" for item in resolved.no_effect]
     return "\n".join(lines) + "\n"
+
+
+def derived_keys(path: Path) -> list[str]:
+    """Of a file with the text above: the keys whose value was `auto` or the strategy's, dotted. An item of a list is
+    none."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    found = document.parse(text, where=str(path)).lines
+    marks = ("(auto)", "# strategy")
+    return [".".join(map(str, key)) for key, line in found.items() if key and lines[line - 1].endswith(marks)]
 
 
 def _block(

@@ -33,6 +33,8 @@ class CostModel:
     checkpoint_s: float  # write weights and optimizer state
     weight_bytes: int
     delta_fraction: float = 0.05  # of the weights that one update changes, for a weight sync by differences (assumed)
+    pass_s: float = 0.0  # fixed, of each reference, forward or backward pass over a micro-batch
+    turn_s: float = 0.0  # of a turn outside engine and environment: messages, the driver's own work
 
     @property
     def actor_token_s(self) -> float:

@@ -67,7 +67,7 @@ class TurnFinished(Event, frozen=True, kw_only=True, tag="turn_finished"):
     prefill_s: float
     decode_s: float
     recompute_s: float = 0.0  # of decode_s, on context that was void
-    ended_s: float = -1.0  # on the replica's own clock: t_s without the way to the driver; -1 where that is t_s
+    ended_s: float = -1.0  # the last token, on the replica's own clock; -1: it has none
 
 
 class EnvStepFinished(Event, frozen=True, kw_only=True, tag="env_step_finished"):

@@ -7,6 +7,8 @@ group is ready only when all of its members are, all rewards finite). Knows no e
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -19,13 +21,11 @@ from tiderl.data.settings import StalenessCounts
 from tiderl.schedule.signals import ReadinessSignals
 from tiderl.schedule.staleness import (
     GroupView,
-    ReadyView,
     choose_batch,
-    choose_more,
-    choose_oldest_ready,
+    choose_more_of,
     choose_whole_batch,
     deadline,
-    hall_violation,
+    hall_violation_of,
 )
 from tiderl.schedule.strategy import Consumption
 
@@ -105,6 +105,10 @@ class Buffer:
     """Started and not dropped since the beginning of the run, consumed ones included."""
     next_prompt_id: int = 0
     next_trajectory_id: int = 0
+    _due: Counter[int] = field(default_factory=Counter)
+    """Groups in the books and not taken, by deadline."""
+    _ready: list[tuple[float, ...]] = field(default_factory=list)
+    """Of these the ready ones in consumption order; the last number is the prompt id."""
 
     def start(self, prompt: Prompt, start_version: int, group_size: int) -> Group:
         """Opens the group of the next prompt."""
@@ -115,7 +119,7 @@ class Buffer:
             deadline=deadline(start_version, self.max_staleness, self.counts),
             members=[Member(number, self.new_trajectory_id()) for number in range(group_size)],
         )
-        self.groups[group.prompt_id] = group
+        self._enter(group)
         self.next_prompt_id += 1
         self.started_groups += 1
         self._check_bound()
@@ -126,7 +130,9 @@ class Buffer:
             if len(self.groups) > (self.max_staleness + 1) * self.batch_groups:
                 raise InvariantViolation(f"{len(self.groups)} groups are in flight or ready, more than the window (I3)")
             return
-        violated = hall_violation(self.views(), self.updates_done, self.batch_groups, self.max_staleness, self.taken)
+        violated = hall_violation_of(
+            self._due, len(self.taken), self.updates_done, self.batch_groups, self.max_staleness
+        )
         if violated is not None:
             raise InvariantViolation(f"more groups are due by update {violated + 1} than it can consume (I3)")
 
@@ -134,7 +140,7 @@ class Buffer:
         """Takes back a group that an earlier driver started; its counters come with `Recovered`."""
         if all(member.trajectory is not None for member in group.members):
             group.ready_s = now_s
-        self.groups[group.prompt_id] = group
+        self._enter(group)
 
     def new_trajectory_id(self) -> int:
         number = self.next_trajectory_id
@@ -151,13 +157,36 @@ class Buffer:
         if any(m.trajectory is None for m in group.members):
             return False
         group.ready_s, group.ready_update = now_s, self.updates_done
+        insort(self._ready, self._place(group))
         self.signals.observe(now_s, sum(t.tokens for t in group.trajectories()))
         return True
 
     def drop(self, group: Group) -> None:
         """Forgets a group; its place in the staleness bound is free again."""
         del self.groups[group.prompt_id]
+        if group.prompt_id not in self.taken:
+            self._leave(group)
         self.started_groups -= 1
+
+    def _enter(self, group: Group) -> None:
+        self.groups[group.prompt_id] = group
+        self._due[group.deadline] += 1
+        if group.ready:
+            insort(self._ready, self._place(group))
+
+    def _leave(self, group: Group) -> None:
+        """It is taken, consumed or dropped."""
+        self._due[group.deadline] -= 1
+        if not self._due[group.deadline]:
+            del self._due[group.deadline]
+        if group.ready:
+            del self._ready[bisect_left(self._ready, self._place(group))]
+
+    def _place(self, group: Group) -> tuple[float, ...]:
+        """Where it stands in the order of consumption: by deadline, under `window` by the wait."""
+        if self.counts == "window":
+            return (group.ready_update, group.ready_s or 0.0, group.prompt_id)
+        return (group.deadline, group.prompt_id)
 
     def views(self) -> list[GroupView]:
         return [GroupView(g.prompt_id, g.deadline, g.ready) for g in self.groups.values()]
@@ -165,11 +194,12 @@ class Buffer:
     def choose(self) -> list[Group]:
         """The next whole batch in consumption order; none: wait. The groups stay in the books until `consume`."""
         chosen: Sequence[int] | None
+        if len(self._ready) < self.batch_groups:
+            return []
         if self.consumption == "whole_batch":
             chosen = choose_whole_batch(self.views(), self.batch_groups)
         elif self.counts == "window":
-            oldest = choose_oldest_ready(self._ready_views(), (), self.batch_groups)
-            chosen = oldest if len(oldest) == self.batch_groups else None
+            chosen = [int(place[-1]) for place in self._ready[: self.batch_groups]]
         else:
             chosen = choose_batch(self.views(), self.updates_done, self.batch_groups, self.max_staleness)
         return [self.groups[prompt_id] for prompt_id in chosen or ()]
@@ -177,26 +207,28 @@ class Buffer:
     def more(self) -> list[Group]:
         """What the running update may take now beside what it has taken, in consumption order; none: wait."""
         if self.counts == "window":
-            chosen = choose_oldest_ready(self._ready_views(), self.taken, self.batch_groups)
-        else:
-            chosen = choose_more(self.views(), self.taken, self.updates_done, self.batch_groups, self.max_staleness)
+            free = self.batch_groups - len(self.taken)
+            return [self.groups[int(place[-1])] for place in self._ready[:free]]
+        first = [(int(due), int(prompt_id)) for due, prompt_id in self._ready[: self.batch_groups]]
+        chosen = choose_more_of(
+            first, self._due, len(self.taken), self.updates_done, self.batch_groups, self.max_staleness
+        )
         return [self.groups[prompt_id] for prompt_id in chosen]
 
     def take(self, batch: Sequence[Group]) -> None:
         """These groups belong to the running update from now on."""
+        for group in batch:
+            self._leave(group)
         self.taken += tuple(group.prompt_id for group in batch)
 
     def consume(self, batch: Sequence[Group]) -> None:
         """The update over this batch is committed."""
         for group in batch:
+            if group.prompt_id not in self.taken:
+                self._leave(group)
             del self.groups[group.prompt_id]
         self.taken = ()
         self.updates_done += 1
-
-    def _ready_views(self) -> list[ReadyView]:
-        return [
-            ReadyView(g.ready_update, g.ready_s, g.prompt_id) for g in self.groups.values() if g.ready_s is not None
-        ]
 
     @property
     def ready_groups(self) -> list[Group]:

@@ -24,8 +24,9 @@ from tiderl.data.records import Prompt, TaskKey, Trajectory
 from tiderl.runtime.buffer import Buffer, Group, Member
 from tiderl.runtime.evaluation import EvalJob, Evaluator
 from tiderl.runtime.journal import Journal
+from tiderl.runtime.loads import Loads
 from tiderl.runtime.ports import Ports
-from tiderl.runtime.sync import NOT_LOADED, Publisher
+from tiderl.runtime.sync import Publisher
 from tiderl.runtime.task import TaskLimits, TaskPlayer
 from tiderl.runtime.wakeup import Wakeup
 from tiderl.schedule.groups import FailureKind, FailureView, after_failure
@@ -35,7 +36,6 @@ from tiderl.schedule.tasks import (
     TRAIN_PRIORITY,
     AdmissionView,
     Blocked,
-    ReplicaView,
     next_admission,
 )
 
@@ -86,11 +86,15 @@ class Rollout:
         self.faults_in_a_row = 0
         self.groups_dropped_in_a_row = 0
         self.blocked = ""
+        self.loads = Loads(ports.cluster.engines)
         self._activity: dict[int, str] = {}
+        self._restless = dict.fromkeys(ports.cluster.engine_ranks)  # whose activity may have changed
+        self._idle: dict[int, None] = {}
+        self._idle_as = ""
 
     @property
     def in_flight(self) -> int:
-        return sum(self.training_tasks.values()) + sum(self.eval_tasks.values())
+        return self.loads.total
 
     def busy(self, replica: int) -> bool:
         return self.training_tasks[replica] > 0
@@ -119,15 +123,13 @@ class Rollout:
                 self._start_group(decision.replica)
 
     def _view(self) -> AdmissionView:
-        publisher = self.publisher
-        replicas = [
-            ReplicaView(replica, version, self.training_tasks[replica] + self.eval_tasks[replica])
-            for replica, version in publisher.loaded.items()
-            if version != NOT_LOADED and publisher.up[replica] and replica not in publisher.loading
-        ]
+        changed, self.publisher.changed = self.publisher.changed, []
+        for replica in changed:
+            self.loads.usable(replica, self.publisher.usable_version(replica))
+            self._restless[replica] = None
         return AdmissionView(
             free_slots=self.slots - self.in_flight,
-            replicas=replicas,
+            replicas=self.loads.least(),
             eval_version=self.evaluator.waiting_version(),
             member_min_version=self.waiting[0][0].start_version if self.waiting else None,
             start=StartView(
@@ -139,6 +141,13 @@ class Rollout:
                 updates_done=self.buffer.updates_done,
             ),
         )
+
+    def _count(self, tasks: dict[int, int], replica: int, change: int) -> None:
+        tasks[replica] += change
+        self.loads.add(replica, change)
+        self._restless[replica] = None
+        if change < 0:
+            self.publisher.ask(replica)
 
     def _start_group(self, replica: int) -> None:
         """Opens the next prompt's group at this replica's version; its members wait for admission like any other."""
@@ -158,15 +167,17 @@ class Rollout:
         self.waiting.extend((group, member) for member in group.members)
 
     def _start_member(self, tasks: asyncio.TaskGroup, group: Group, member: Member, replica: int) -> None:
-        self.training_tasks[replica] += 1
+        self._count(self.training_tasks, replica, 1)
         key = TaskKey("train", group.prompt_id, member.number, member.attempt)
         task = tasks.create_task(self._run_member(group, member, key, replica), name=f"task {key}")
         self.group_tasks.setdefault(group.prompt_id, []).append(task)
         self._emit_admitted(key, member.trajectory_id, replica)
 
     def _start_eval(self, tasks: asyncio.TaskGroup, replica: int) -> None:
-        self.eval_tasks[replica] += 1
+        self._count(self.eval_tasks, replica, 1)
         job, key = self.evaluator.take(replica)
+        if not job.waiting:
+            self.publisher.ask_all()
         tasks.create_task(self._run_eval(job, key, replica), name=f"task {key}")
         self._emit_admitted(key, -1, replica)
 
@@ -198,7 +209,7 @@ class Rollout:
             self._failed(group, member, fault, player.record.length)
         finally:
             self.players.pop(player.trajectory_id, None)
-            self.training_tasks[replica] -= 1
+            self._count(self.training_tasks, replica, -1)
             self.wakeup.notify()
 
     async def _run_eval(self, job: EvalJob, key: TaskKey, replica: int) -> None:
@@ -216,7 +227,7 @@ class Rollout:
             self._emit_finished(trajectory)
             self.evaluator.finished(job, replica, trajectory)
         finally:
-            self.eval_tasks[replica] -= 1
+            self._count(self.eval_tasks, replica, -1)
             self.wakeup.notify()
 
     async def _finished(self, group: Group, member: Member, trajectory: Trajectory) -> None:
@@ -327,7 +338,12 @@ class Rollout:
 
     def _report_activity(self) -> None:
         """What each replica does now, as far as the schedule can know: an event at every change."""
-        for replica, ranks in self.ports.cluster.engine_ranks.items():
+        idle = "idle_staleness" if self.blocked == "staleness" else "idle_no_work"
+        if self._idle and idle != self._idle_as:
+            self._restless.update(self._idle)
+        self._idle_as = idle
+        restless, self._restless = self._restless, {}
+        for replica in sorted(restless):
             if replica in self.publisher.loading:
                 activity = "loading"
             elif self.training_tasks[replica]:
@@ -337,10 +353,14 @@ class Rollout:
             elif not self.publisher.up[replica]:
                 activity = "stopped"
             else:
-                activity = "idle_staleness" if self.blocked == "staleness" else "idle_no_work"
+                activity = idle
+            if activity == idle:
+                self._idle[replica] = None
+            else:
+                self._idle.pop(replica, None)
             if self._activity.get(replica) != activity:
                 self._activity[replica] = activity
-                for rank in ranks:
+                for rank in self.ports.cluster.engine_ranks[replica]:
                     self.emit(RankState(t_s=_now(), rank=rank, role="rollout", activity=activity))
 
     def _emit_admitted(self, key: TaskKey, trajectory_id: int, replica: int) -> None:

@@ -46,12 +46,31 @@ class Publisher:
         self.loading: dict[int, int] = {}
         self.handles: dict[int, WeightHandle] = {}
         self.newest = NOT_LOADED
+        self.changed: list[int] = []
+        """Replicas whose version or state changed since somebody emptied it."""
+        self._parked: dict[int, asyncio.Future[None]] = {}
+
+    def ask(self, replica: int) -> None:
+        """Something changed that may have kept this replica from loading: an evaluation, its tasks, its rank."""
+        parked = self._parked.get(replica)
+        if parked is not None and not parked.done() and self._wanted(replica) is not None:
+            parked.set_result(None)
+
+    def ask_all(self) -> None:
+        for replica in self._parked:
+            self.ask(replica)
+
+    def usable_version(self, replica: int) -> int | None:
+        """The version that tasks can be given to; None while it has none, loads or is away."""
+        version = self.loaded[replica]
+        return version if version != NOT_LOADED and self.up[replica] and replica not in self.loading else None
 
     async def publish(self, version: int) -> None:
         handle = await self.cluster.update.export(version)
         self.handles[version] = handle
         self.newest = version
         self.emit(VersionPublished(t_s=_now(), version=version, nbytes=handle.nbytes))
+        self.ask_all()
         self.wakeup.notify()
 
     async def pull(self, replica: int) -> None:
@@ -61,10 +80,13 @@ class Publisher:
         while True:
             version = self._wanted(replica)
             if version is None:
-                await self.wakeup.wait()
+                # Until `ask`: were every loop to look at every change, each would cost as many looks as replicas.
+                self._parked[replica] = asyncio.get_running_loop().create_future()
+                await self._parked[replica]
                 continue
             started, losses = _now(), self.losses[replica]
             self.loading[replica] = version
+            self.changed.append(replica)
             try:
                 await engine.load_weights(self.handles[version])
             except RankLost as fault:
@@ -82,6 +104,7 @@ class Publisher:
                     self.emit(VersionLoaded(t_s=_now(), version=version, replica=replica, seconds=_now() - started))
             finally:
                 del self.loading[replica]
+                self.changed.append(replica)
             await self._discard_unread()
             self.wakeup.notify()
 
@@ -89,6 +112,7 @@ class Publisher:
         """Its rank died: whatever it had loaded is gone."""
         self.losses[replica] += 1
         self.loaded[replica], self.up[replica] = NOT_LOADED, False
+        self.changed.append(replica)
         self.wakeup.notify()
 
     def suspect(self, replica: int, losses: int) -> None:
@@ -96,9 +120,12 @@ class Publisher:
         more starts there until the cluster reports it and its return."""
         if self.losses[replica] == losses:
             self.loaded[replica], self.up[replica] = NOT_LOADED, False
+            self.changed.append(replica)
 
     def back(self, replica: int) -> None:
         self.up[replica] = True
+        self.changed.append(replica)
+        self.ask(replica)
         self.wakeup.notify()
 
     def may_progress(self) -> bool:

@@ -16,7 +16,8 @@ weights; each token keeps its version, and the loss weights it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tiderl.data.settings import StalenessCounts
@@ -84,15 +85,27 @@ def choose_more(
     deadline first; none: wait. The same condition as `choose_batch`, group by group: it may take the first ready group
     as soon as the unready ones with earlier deadlines have slots enough without it."""
     untaken = [g for g in groups if g.prompt_id not in taken]
+    ready = sorted((g.deadline, g.prompt_id) for g in untaken if g.ready)
+    due = Counter(g.deadline for g in untaken)
+    return choose_more_of(ready, due, len(taken), updates_done, batch_groups, max_staleness)
+
+
+def choose_more_of(
+    ready: Sequence[tuple[int, int]],
+    due: Mapping[int, int],
+    taken: int,
+    updates_done: int,
+    batch_groups: int,
+    max_staleness: int,
+) -> tuple[int, ...]:
+    """As `choose_more`, from what its caller counts: untaken ready groups as (deadline, prompt id) in order, and the
+    untaken groups by deadline."""
     horizons = range(updates_done, updates_done + max_staleness + 1)
-    slack = [
-        (horizon - updates_done + 1) * batch_groups - len(taken) - sum(g.deadline <= horizon for g in untaken)
-        for horizon in horizons
-    ]
+    slack = [(horizon - updates_done + 1) * batch_groups - taken - _due_by(due, horizon) for horizon in horizons]
     chosen: list[int] = []
-    for due, prompt_id in sorted((g.deadline, g.prompt_id) for g in untaken if g.ready):
-        before_due = slack[: max(0, due - updates_done)]
-        if len(taken) + len(chosen) == batch_groups or min(before_due, default=1) < 1:
+    for deadline_, prompt_id in ready:
+        before_due = slack[: max(0, deadline_ - updates_done)]
+        if taken + len(chosen) == batch_groups or min(before_due, default=1) < 1:
             break  # a later deadline has these horizons before it too
         chosen.append(prompt_id)
         for index in range(len(before_due)):
@@ -133,10 +146,21 @@ def hall_violation(
 ) -> int | None:
     """The first update index by which more groups fall due than can be consumed, or None. Always None by the rules
     above."""
-    untaken = [g for g in groups if g.prompt_id not in taken]
+    due = Counter(g.deadline for g in groups if g.prompt_id not in taken)
+    return hall_violation_of(due, len(taken), updates_done, batch_groups, max_staleness)
+
+
+def hall_violation_of(
+    due: Mapping[int, int], taken: int, updates_done: int, batch_groups: int, max_staleness: int
+) -> int | None:
+    """As `hall_violation`, from the number of untaken groups by deadline."""
     for horizon in range(updates_done - 1, updates_done + max_staleness + 1):
         # Before the next update there are no slots, and what is taken has left them already.
-        slots = (horizon - updates_done + 1) * batch_groups - (len(taken) if horizon >= updates_done else 0)
-        if sum(g.deadline <= horizon for g in untaken) > slots:
+        slots = (horizon - updates_done + 1) * batch_groups - (taken if horizon >= updates_done else 0)
+        if _due_by(due, horizon) > slots:
             return horizon
     return None
+
+
+def _due_by(due: Mapping[int, int], horizon: int) -> int:
+    return sum(count for deadline_, count in due.items() if deadline_ <= horizon)

@@ -14,12 +14,12 @@ from tiderl.data.errors import ConfigurationError
 from tiderl.data.records import TaskKey
 from tiderl.data.settings import EngineSettings
 from tiderl.runtime.ports import RankChange
+from tiderl.sim.behaviour import Behaviour
 from tiderl.sim.engine import SimEngine
 from tiderl.sim.mixture import WorkloadMixture
 from tiderl.sim.ranks import SimRank, Team
 from tiderl.sim.trainer import ModelOnRank, SimActor, SimReference, SimUpdate
 from tiderl.sim.transfer import SimTransfer, TransferKind
-from tiderl.sim.workload import Workload
 
 
 class SimCluster:
@@ -36,7 +36,7 @@ class SimCluster:
         engine_ranks: Mapping[int, tuple[int, ...]],
         actor_ranks: Sequence[int],
         cost: CostModel,
-        workload: Workload | WorkloadMixture,
+        workload: Behaviour | WorkloadMixture,
         engine: EngineSettings,
         *,
         with_reference: bool = True,

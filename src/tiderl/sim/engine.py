@@ -100,6 +100,8 @@ class SimEngine:
 
     async def generate(self, turn: Turn) -> TurnResult:
         """As the port says. Before the first load turns wait."""
+        if self._cost.turn_s:
+            await asyncio.sleep(self._cost.turn_s)
         self._refuse(turn)
         request = self._request(turn)
         if request.target <= 0:

@@ -1,7 +1,8 @@
 """Simulated environments: the Environments port over a workload, every wait a sleep of the virtual clock.
 
 Observations are lengths. Slots, deadlines and their faults are as live: a step longer than the deadline is a time-out
-after exactly the deadline. Knows no engine; prompts are numbers.
+after exactly the deadline. What a workload says a worker must serve is served one call at a time on each. Knows no
+engine; prompts are numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 from tiderl.data.errors import ConfigurationError, EnvironmentRaised, EnvironmentTimeout, InvariantViolation
 from tiderl.data.records import Action, Observation, Prompt, Split, Step, TaskKey, TokenCount, Trajectory
-from tiderl.sim.workload import Workload
+from tiderl.sim.behaviour import Behaviour
 
 # A task set larger than any pass that matters: the draws depend on the running number of issue, not on the prompt.
 TRAIN_PROMPTS = 1_000
@@ -24,16 +25,18 @@ class SimEnvironments:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: Behaviour,
         *,
         slots: int,
         deadline_s: float,
         eval_prompts: int,
         train_prompts: int = TRAIN_PROMPTS,
+        workers: int = 1,
     ) -> None:
         self.workload, self.slots, self.deadline_s = workload, slots, deadline_s
         self._sizes: dict[Split, int] = {"train": train_prompts, "eval": eval_prompts}
         self._free = asyncio.Semaphore(slots)
+        self._workers = asyncio.Semaphore(workers)
 
     async def start(self) -> None:
         """Nothing has to be started."""
@@ -55,6 +58,12 @@ class SimEnvironments:
     async def close(self) -> None:
         """Nothing has to be closed."""
 
+    async def serve(self, seconds: float) -> None:
+        """Have a worker for so long, after all that came before."""
+        if seconds:
+            async with self._workers:
+                await asyncio.sleep(seconds)
+
     def give_back(self) -> None:
         """A handle's slot is free again."""
         self._free.release()
@@ -73,7 +82,7 @@ class SimEnvironmentHandle:
             raise InvariantViolation("an environment is reset once", where=str(self._key))
         await self._wait(self._workload.reset_s(self._key), -1, "reset")
         self._turn = 0
-        return Observation((TokenCount(self._workload.first_observation_tokens),))
+        return Observation((TokenCount(self._workload.first_tokens(self._key)),))
 
     async def step(self, action: Action) -> Step:
         """The action's content does not matter: its length was drawn with the turn."""
@@ -105,6 +114,7 @@ class SimEnvironmentHandle:
         if fault == "timeout":
             seconds = deadline_s
         await asyncio.sleep(min(seconds, deadline_s))
+        await self._owner.serve(self._workload.served_s(self._key, turn))
         if seconds >= deadline_s:
             raise EnvironmentTimeout(f"{what} took longer than env.deadline_s = {deadline_s:g}", where=str(self._key))
         if fault == "failure":

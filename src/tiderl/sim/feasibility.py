@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 
 from tiderl.data.errors import ConfigurationError
 from tiderl.data.records import TaskKey
-from tiderl.sim.faults.plan import FAULTS
-from tiderl.sim.workload import Workload
+from tiderl.sim.behaviour import Behaviour
+from tiderl.sim.faults.plan import ENDURABLE, FAULTS
 
-Place = Callable[[TaskKey], tuple[Workload, float]]
+Place = Callable[[TaskKey], tuple[Behaviour, float]]
 """Task to its workload and `env.deadline_s`."""
 
 
@@ -35,7 +35,7 @@ def check_can_finish(place: Place, *, group_size: int, groups: int) -> None:
     )
 
 
-def _endless(key: TaskKey, workload: Workload, deadline_s: float) -> tuple[str, float] | None:
+def _endless(key: TaskKey, workload: Behaviour, deadline_s: float) -> tuple[str, float] | None:
     """Why no attempt at the task can finish, and its longest step's seconds; None where one may."""
     profile = workload.profile
     if profile.timeout_fraction + profile.failure_fraction >= 1.0:
@@ -50,7 +50,7 @@ def _endless(key: TaskKey, workload: Workload, deadline_s: float) -> tuple[str, 
 def check_faults(probabilities: Mapping[str, float]) -> None:
     """Raises `ConfigurationError` for a fault that lets nothing through, where no calm follows."""
     for name, probability in probabilities.items():
-        if probability >= 1.0 and FAULTS[name].fatal:
+        if probability >= 1.0 and name not in ENDURABLE:
             raise ConfigurationError(
                 f"{name} at every {FAULTS[name].each} lets the run never finish",
                 where="sim.faults",

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from tiderl.data.records import TaskKey
+from tiderl.sim.behaviour import Behaviour
 from tiderl.sim.kv import Shared
-from tiderl.sim.workload import Workload
 
 
 class WorkloadMixture:
     """`order`: without end, which workload the next prompt is of; the same for training and evaluation."""
 
-    def __init__(self, workloads: Sequence[Workload], order: Iterator[int]) -> None:
+    def __init__(self, workloads: Sequence[Behaviour], order: Iterator[int]) -> None:
         self._workloads, self._order = workloads, order
         self._dealt: list[int] = []
 
@@ -30,7 +30,7 @@ class WorkloadMixture:
         shared = self._workloads[environment].shared_prompt(key)
         return (((environment, shared[0][0]), shared[0][1]), *shared[1:])
 
-    def of(self, key: TaskKey) -> Workload:
+    def of(self, key: TaskKey) -> Behaviour:
         """The workload that the task's prompt is from."""
         return self._workloads[self._environment(key)]
 

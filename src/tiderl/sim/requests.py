@@ -139,4 +139,5 @@ class Request:
             queued_s=admitted_s - self.arrived_s,
             prefill_s=first_token_s - admitted_s,
             decode_s=now_s - first_token_s,
+            ended_s=now_s,
         )

@@ -20,9 +20,10 @@ MAX_RANKS, MAX_GROUPS, MAX_MEMBERS, MAX_UPDATES, MAX_STALENESS, MAX_TURNS = 6, 4
 """An instance has at most these: about 0.1 to 0.3 s of one core."""
 DELAYS_IN_A_RUN = 30.0
 """A typical delay of a fault is this part of the undisturbed run."""
-LIVENESS_FACTOR, LIVENESS_DEADLINES = 6.0, 12.0
-"""After calm a run may take so many times the undisturbed run, and as many environment deadlines and long delays on
-top: everything that was made may have to be made again, and other prompts may have longer waits."""
+LIVENESS_FACTOR, LIVENESS_DEADLINES, LIVENESS_DELAYS = 3.0, 2.0, 10.0
+"""After calm a run may take so many times the undisturbed run, which is the bound that it can reach (everything may
+have to be made again, of prompts with longer waits), as many environment deadlines where environments hang (the last
+one, and its slot), and as many typical delays (ranks that are away, slots that are taken)."""
 SEEDS_FOR_SOMETIMES = 200
 """From so many seeds on, every situation of `SOMETIMES` must have occurred."""
 
@@ -63,45 +64,54 @@ class FileSize:
         return max(1, min(int(getattr(self, name)), limit))
 
 
+class InstanceDraws:
+    """The draws of one seed's instance, one stream for each name, so that a new one shifts no other."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def between(self, name: str, low: int, high: int) -> int:
+        """A whole number from `low` to `high`, at least `low`."""
+        return int(stream(self._seed, "swarm", name).integers(low, max(low, high) + 1))
+
+    def one_of(self, name: str, *choices: Any) -> Any:
+        return choices[self.between(name, 0, len(choices) - 1)]
+
+
 def draw_instance(seed: int, file: FileSize) -> tuple[str, ...]:
     """The overrides that make the seed's instance of the file, as after `-o`."""
-    rng = stream(seed, "swarm", "instance")
-
-    def between(low: int, high: int) -> int:
-        return int(rng.integers(low, max(low, high) + 1))
-
-    def one_of(*choices: Any) -> Any:
-        return choices[int(rng.integers(len(choices)))]
-
-    steps = between(1, 2)
-    groups = steps * between(1, max(1, file.at_most("global_batch_groups", MAX_GROUPS) // steps))
-    size = between(2, max(2, file.at_most("group_size", MAX_MEMBERS)))
-    strategy = one_of("areal", "areal", "areal", "sync")
-    staleness = between(0, MAX_STALENESS) if strategy != "sync" else 0
+    draws = InstanceDraws(seed)
+    between, one_of = draws.between, draws.one_of
+    steps = between("steps", 1, 2)
+    groups = steps * between("groups", 1, max(1, file.at_most("global_batch_groups", MAX_GROUPS) // steps))
+    size = between("members", 2, file.at_most("group_size", MAX_MEMBERS))
+    strategy = one_of("strategy", "areal", "areal", "areal", "sync")
+    stale = strategy != "sync"
+    staleness = between("staleness", 0, MAX_STALENESS) if stale else 0
     context = file.max_context_tokens
     chosen: dict[str, Any] = {
         "seed": seed,
         "train.global_batch_groups": groups,
         "train.steps_per_batch": steps,
-        "train.updates": between(2, file.at_most("updates", MAX_UPDATES)),
-        "train.micro_batch_tokens": context * between(1, 3),
+        "train.updates": between("updates", 2, file.at_most("updates", MAX_UPDATES)),
+        "train.micro_batch_tokens": context * between("micro-batch", 1, 3),
         "algorithm.group_size": size,
-        "algorithm.kl_coef": one_of(0.0, 0.01),
+        "algorithm.kl_coef": one_of("reference", 0.0, 0.01),
         "schedule.strategy": strategy,
         "schedule.max_staleness": staleness,
-        "schedule.staleness_counts": one_of("oldest_token", "window") if strategy != "sync" else "oldest_token",
-        "schedule.publish_every_updates": between(1, min(3, staleness + 1)),
-        "cluster.ranks": between(1, file.at_most("ranks", MAX_RANKS)),
+        "schedule.staleness_counts": one_of("counts", "oldest_token", "window") if stale else "oldest_token",
+        "schedule.publish_every_updates": between("publish", 1, min(3, staleness + 1)),
+        "cluster.ranks": between("ranks", 1, file.at_most("ranks", MAX_RANKS)),
         "cluster.rollout_ranks": "auto",
-        "rollout.max_turns": between(1, file.at_most("max_turns", MAX_TURNS)),
-        "rollout.kv_budget_tokens": one_of("auto", "auto", context, 2 * context),
-        "checkpoint.every_updates": one_of("auto", 1, 2, 3),
-        "checkpoint.keep": between(1, 3),
-        "eval.every_updates": between(0, 3),
-        "eval.prompts": between(1, 4),
+        "rollout.max_turns": between("turns", 1, file.at_most("max_turns", MAX_TURNS)),
+        "rollout.kv_budget_tokens": one_of("kv", "auto", "auto", context, 2 * context),
+        "checkpoint.every_updates": one_of("checkpoint", "auto", 1, 2, 3),
+        "checkpoint.keep": between("keep", 1, 3),
+        "eval.every_updates": between("eval", 0, 3),
+        "eval.prompts": between("eval prompts", 1, 4),
     }
     if not file.mixture:
-        chosen["env.slots"] = one_of("auto", "auto", between(1, 2 * groups * size))
+        chosen["env.slots"] = one_of("slots", "auto", "auto", between("slot count", 1, 2 * groups * size))
     return tuple(f"{key}={value}" for key, value in chosen.items())
 
 
@@ -121,7 +131,9 @@ def draw_plan(
 
 def may_take_s(plan: FaultPlan, undisturbed_s: float) -> float:
     """Liveness: the moment at which the run must be done."""
-    return plan.calm_s + LIVENESS_FACTOR * undisturbed_s + LIVENESS_DEADLINES * (plan.hang_s + plan.delay_s)
+    hangs = any(name in plan.probabilities for name in ("env_hang", "env_never_returns"))
+    still_out_s = LIVENESS_DEADLINES * plan.hang_s * hangs + LIVENESS_DELAYS * plan.delay_s
+    return plan.calm_s + LIVENESS_FACTOR * undisturbed_s + still_out_s
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ class TracedTurn:
     observed_tokens: int
     prompt_tokens: int | None
     step_s: float | None
+    served_s: float = 0.0
+    """Further seconds, on a worker that serves one call at a time."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,13 @@ class TracedTrajectory:
     turns: tuple[TracedTurn, ...]
     reset_s: float | None
     reward: float | None
+    reset_served_s: float = 0.0
+
+    @property
+    def first_tokens(self) -> int:
+        """Of the first observation, at least 1."""
+        first = self.turns[0]
+        return max(1, first.observed_tokens if first.prompt_tokens is None else first.prompt_tokens)
 
 
 @dataclass
@@ -70,15 +79,14 @@ def read_trace(path: str | Path) -> tuple[TracedTrajectory, ...]:
     return tuple(TracedTrajectory(tuple(open_.turns), open_.reset_s, open_.reward) for open_ in found.values())
 
 
-def fitted_profile(trace: Iterable[TracedTrajectory]) -> WorkloadProfile:
+def fitted_profile(trace: Iterable[TracedTrajectory], *, score_s: float = 0.0) -> WorkloadProfile:
     """The lognormal profile with the trace's medians and the deviations of its logarithms; unknown seconds are 0.
+    `score_s`: of the verifier, which no trace tells.
 
     A lognormal misfits what has two modes or a time-out; then the tails belong into `env.wait`.
     """
     trajectories = list(trace)
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    first = [trajectory.turns[0] for trajectory in trajectories]
-    prompts = [turn.observed_tokens if turn.prompt_tokens is None else turn.prompt_tokens for turn in first]
     turns_median, turns_sigma = _lognormal([len(trajectory.turns) for trajectory in trajectories])
     action_tokens, action_sigma = _lognormal([turn.sampled_tokens for turn in turns])
     observation_tokens, observation_sigma = _lognormal([turn.observed_tokens for turn in turns])
@@ -88,7 +96,7 @@ def fitted_profile(trace: Iterable[TracedTrajectory]) -> WorkloadProfile:
     return WorkloadProfile(
         turns_median=turns_median,
         turns_sigma=turns_sigma,
-        first_observation_tokens=max(1.0, _lognormal(prompts)[0]),
+        first_observation_tokens=_lognormal([trajectory.first_tokens for trajectory in trajectories])[0],
         observation_tokens=max(1.0, observation_tokens),
         observation_sigma=observation_sigma,
         action_tokens=max(1.0, action_tokens),
@@ -97,6 +105,7 @@ def fitted_profile(trace: Iterable[TracedTrajectory]) -> WorkloadProfile:
         step_sigma=step_sigma,
         reset_s=_lognormal(resets)[0],
         group_correlation=ASSUMED_CORRELATION,
+        score_s=score_s,
         success_fraction=sum(reward > 0 for reward in rewards) / len(rewards) if rewards else 0.5,
     )
 

@@ -53,7 +53,9 @@ class SimReference:
 
     async def logprobs(self, mb: MicroBatch) -> np.ndarray:
         """float32 [mb.tokens], all 0."""
-        await self._on.work(self._model.swap_s("reference") + mb.tokens * self._cost.reference_token_s)
+        await self._on.work(
+            self._model.swap_s("reference") + self._cost.pass_s + mb.tokens * self._cost.reference_token_s
+        )
         return np.broadcast_to(np.float32(0.0), (mb.tokens,))
 
 
@@ -67,7 +69,7 @@ class SimActor:
         self.tokens = self.loss_tokens = 0
 
     async def forward(self, mb: MicroBatch, *, proximal: bool = False) -> None:
-        await self._on.work(self.model.swap_s("actor") + mb.tokens * self._cost.forward_token_s)
+        await self._on.work(self.model.swap_s("actor") + self._cost.pass_s + mb.tokens * self._cost.forward_token_s)
         if not proximal:
             self.forwarded.add((mb.update, mb.part, mb.index))
 
@@ -80,7 +82,7 @@ class SimActor:
                 where=f"rank {self.rank}",
             )
         self.forwarded.remove(name)
-        await self._on.work(self.model.swap_s("actor") + mb.tokens * self._cost.backward_token_s)
+        await self._on.work(self.model.swap_s("actor") + self._cost.pass_s + mb.tokens * self._cost.backward_token_s)
         self.tokens += mb.tokens
         self.loss_tokens += sum(int(sequence.loss_mask.sum()) for sequence in mb.sequences)
 

@@ -8,53 +8,16 @@ profile's medians; turns and success are correlated within a group. Knows no eng
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 from tiderl.data.errors import ConfigurationError
-from tiderl.data.records import Ending, TaskKey
+from tiderl.data.records import TaskKey
 from tiderl.data.settings import WaitProfile, WorkloadProfile
+from tiderl.sim.behaviour import Fault, Plan, planned
 from tiderl.sim.draws import Draws, normal_cdf
 from tiderl.sim.kv import Shared
 
-Fault = Literal["timeout", "failure"]
-
 _SPLITS = {"train": 0, "eval": 1, "warmup": 2}
 _TURNS_PER_ATTEMPT = 1 << 20  # more than any task has: no two attempts draw the same fault
-
-
-@dataclass(frozen=True)
-class PlannedTurn:
-    """One turn as it goes when nothing interferes. The context is that before the turn."""
-
-    context_tokens: int
-    action_tokens: int
-    observation_tokens: int  # added to the context afterwards; 0 after the last turn
-    step_s: float
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A whole trajectory, cut by the budgets as the runtime cuts it."""
-
-    reset_s: float
-    turns: tuple[PlannedTurn, ...]
-    ending: Ending
-    reward: float
-
-    @property
-    def tokens(self) -> int:
-        last = self.turns[-1]
-        return last.context_tokens + last.action_tokens
-
-    @property
-    def loss_tokens(self) -> int:
-        return sum(turn.action_tokens for turn in self.turns)
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds in the environment."""
-        return self.reset_s + sum(turn.step_s for turn in self.turns)
 
 
 class Workload:
@@ -143,28 +106,23 @@ class Workload:
             return "timeout"
         return "failure" if chance < profile.timeout_fraction + profile.failure_fraction else None
 
+    def first_tokens(self, key: TaskKey) -> int:
+        """Of the first observation: all prompts have the median."""
+        return self.first_observation_tokens
+
+    def served_s(self, key: TaskKey, turn: int) -> float:
+        """A profile's world answers all at once."""
+        return 0.0
+
     def plan(self, key: TaskKey) -> Plan:
         """The trajectory that the runtime plays when every turn gets its tokens at once and nothing fails."""
-        context = self.first_observation_tokens
-        last = self.turns(key) - 1
-        turns: list[PlannedTurn] = []
-        ending: Ending = "budget_turns"
-        for number in range(self.max_turns):
-            room = min(self.max_new_tokens_per_turn, self.max_context_tokens - context)
-            action = min(self.action_tokens(key, number), room)
-            step_s = self.step_s(key, number)
-            observation = self.observation_tokens(key, number)
-            if number == last:
-                ending = "terminated"
-            elif context + action + observation >= self.max_context_tokens:
-                ending = "budget_tokens"
-            over = ending != "budget_turns" or number == self.max_turns - 1
-            turns.append(PlannedTurn(context, action, 0 if over else observation, step_s))
-            if over:
-                break
-            context += action + observation
-        reward = 1.0 if ending == "terminated" and self.succeeds(key) else 0.0
-        return Plan(self.reset_s(key), tuple(turns), ending, reward)
+        return planned(
+            self,
+            key,
+            max_turns=self.max_turns,
+            max_context_tokens=self.max_context_tokens,
+            max_new_tokens_per_turn=self.max_new_tokens_per_turn,
+        )
 
     def _wait_s(self, key: TaskKey, turn: int) -> float:
         wait = self.wait

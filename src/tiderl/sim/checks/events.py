@@ -72,9 +72,9 @@ class EventBook:
             known = self.loaded.get(event.replica, -1)
             require(known == event.start_version, "I3", f"prompt {event.prompt_id} starts on version {known}")
         elif isinstance(event, Dropped):
-            status = rows[event.trajectory_id] if event.trajectory_id in rows else None
-            agree = status is not None and (status.status, status.reason) == ("dropped", event.reason)
-            require(agree, "I1", f"the event says that {event.trajectory_id} was dropped, the journal {status}")
+            row_of = rows.get(event.trajectory_id)
+            agree = row_of is not None and (row_of.status, row_of.reason) == ("dropped", event.reason)
+            require(agree, "I1", f"the event says that {event.trajectory_id} was dropped, the journal {row_of}")
         elif isinstance(event, TaskFinished):
             if event.split == "train":
                 agree = event.trajectory_id in rows and rows[event.trajectory_id].status == "ready"

@@ -22,17 +22,20 @@ class TaskBook:
     def __init__(self, findings: Findings, slots: int) -> None:
         self.findings, self.slots = findings, slots
         self.alive: Counter[TaskKey] = Counter()
-        self.context: dict[TaskKey, dict[int, tuple[int, int]]] = {}
-        """By replica: tokens after the newest turn, and its number."""
-        self.eval_versions: dict[TaskKey, dict[int, int]] = {}
-        """By replica: what an evaluation's task is pinned to."""
+        self.context: dict[TaskKey, tuple[int, int]] = {}
+        """Tokens after the newest turn, and its number."""
+        self.eval_versions: dict[TaskKey, int] = {}
+        """What an evaluation's task is pinned to."""
+        self.overlapping: set[TaskKey] = set()
+        """Keys of two evaluations at once, on different replicas: their turns cannot be told apart here."""
 
     def opens(self, key: TaskKey) -> None:
         self.alive[key] += 1
         if self.alive[key] == 1:  # an evaluation uses the keys of the one before again
             self.context.pop(key, None)
             self.eval_versions.pop(key, None)
-        # Two evaluations may overlap on different replicas.
+        if self.alive[key] > 1:
+            self.overlapping.add(key)
         self.findings.require(self.alive[key] == 1 or key.split == "eval", "I1", f"task {key} lives twice")
         count = self.alive.total()
         self.findings.require(count <= self.slots, "I4", f"{count} tasks live, there are {self.slots} slots")
@@ -43,17 +46,18 @@ class TaskBook:
         self.alive[key] -= 1
         if not self.alive[key]:
             del self.alive[key]
+            self.overlapping.discard(key)
 
-    def asks(self, turn: Turn, replica: int) -> None:
+    def asks(self, turn: Turn) -> None:
         """A context only grows, by what was sampled and what is new (I8)."""
-        before, number = self.context.get(turn.task, {}).get(replica, (0, 0))
+        before, number = self.context.get(turn.task, (0, 0))
+        if turn.task in self.overlapping:
+            before, number = 0, 0
         tokens = len(turn.ids)
         self.findings.require(tokens >= before and turn.turn >= number, "I8", f"the context of {turn.task} shrinks")
         self.findings.require(self.alive[turn.task] > 0, "I1", f"a turn of {turn.task}, which has no environment")
 
-    def answers(
-        self, turn: Turn, replica: int, result: TurnResult, stats: EngineStats, oldest: int, newest: int
-    ) -> None:
+    def answers(self, turn: Turn, result: TurnResult, stats: EngineStats, oldest: int, newest: int) -> None:
         """`oldest`, `newest`: versions that the engine may have had since the turn was asked."""
         count, name = len(result.ids), f"turn {turn.turn} of {turn.task}"
         require = self.findings.require
@@ -65,15 +69,14 @@ class TaskBook:
         )
         if count:
             found = (int(result.versions.min()), int(result.versions.max()))
-            require(
-                oldest <= found[0] and found[1] <= newest, "I6", f"{name} has versions {found}, not {oldest} to {newest}"
-            )
-            if turn.task.split == "eval":
-                pinned = self.eval_versions.setdefault(turn.task, {}).setdefault(replica, found[0])
+            known = oldest <= found[0] and found[1] <= newest
+            require(known, "I6", f"{name} has versions {found}, not {oldest} to {newest}")
+            if turn.task.split == "eval" and turn.task not in self.overlapping:
+                pinned = self.eval_versions.setdefault(turn.task, found[0])
                 require(found == (pinned, pinned), "I6", f"evaluation {name} mixes versions {pinned} and {found}")
         if result.finish_reason == "aborted":
             self.findings.saw("an interrupted turn goes on")
-        self.context.setdefault(turn.task, {})[replica] = (len(turn.ids) + count, turn.turn)
+        self.context[turn.task] = (len(turn.ids) + count, turn.turn)
 
     def over(self) -> None:
         """The driver ended and closed its things: nothing may be left."""
@@ -97,10 +100,10 @@ class WatchedEngine:
         return self._inner.stats
 
     async def generate(self, turn: Turn) -> TurnResult:
-        self._book.asks(turn, self.replica)
+        self._book.asks(turn)
         oldest = self._known if self._inner.stats.version != NOT_LOADED else NOT_LOADED
         result = await self._inner.generate(turn)
-        self._book.answers(turn, self.replica, result, self._inner.stats, oldest, self._asked)
+        self._book.answers(turn, result, self._inner.stats, oldest, self._asked)
         return result
 
     async def abort(self, task: TaskKey, turn: int) -> None:

@@ -79,11 +79,10 @@ class TrainerBook:
         parts = self.journal.settings.steps_per_batch
         expected = [number for number in range(1, updates + 1) for _ in range(parts)]
         self.findings.require(order == expected, "I2", f"{name} holds the updates {order}, not {expected}")
-        for update, ids in steps.items():
+        for update, computed in steps.items():
             journal = sorted(self.journal.updates.get(update, ()))
-            self.findings.require(
-                sorted(ids) == journal, "I2", f"{name}: update {update} was computed from {sorted(ids)}, not {journal}"
-            )
+            what = f"{name}: update {update} was computed from {sorted(computed)}, not {journal}"
+            self.findings.require(sorted(computed) == journal, "I2", what)
 
 
 class WatchedActor:

@@ -12,6 +12,7 @@ from tiderl.runtime.ports import (
     Actor,
     Blobs,
     CheckpointRow,
+    Cluster,
     Engine,
     Ledger,
     LedgerRow,
@@ -121,12 +122,24 @@ class WatchedCluster:
 class SeenCluster:
     """The cluster above the faults: engines."""
 
-    def __init__(self, inner: object, engines: Mapping[int, Engine]) -> None:
+    def __init__(self, inner: Cluster, engines: Mapping[int, Engine]) -> None:
         self._inner = inner
         self.engines = engines
+        self.engine_ranks, self.references = inner.engine_ranks, inner.references
+        self.actors, self.update = inner.actors, inner.update
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._inner, name)
+    @property
+    def ranks(self) -> int:
+        return self._inner.ranks
+
+    async def start(self) -> None:
+        await self._inner.start()
+
+    async def next_change(self) -> RankChange:
+        return await self._inner.next_change()
+
+    async def close(self) -> None:
+        await self._inner.close()
 
 
 class WatchedLedger:

@@ -16,6 +16,10 @@ from tiderl.runtime.ports import Engine
 from tiderl.sim.faults.plan import Dice
 
 
+FAILED_LOADS_IN_A_ROW = 3
+"""A transfer fails at most so often in a row: weights that never arrive whole are not the replica's fault."""
+
+
 class FaultyEngine:
     """`crash()` takes the replica's process down, `losses()` counts how often; its return is the cluster's business."""
 
@@ -23,6 +27,7 @@ class FaultyEngine:
         self._inner, self._dice, self._crash, self._losses = inner, dice, crash, losses
         self.replica, self.capabilities = inner.replica, inner.capabilities
         self._slow_factor, self._slow_until_s = 1.0, 0.0
+        self._failed_loads = 0
         self._pending: dict[TaskKey, int] = {}
         self._orphans: dict[asyncio.Task[TurnResult], None] = {}
 
@@ -117,11 +122,14 @@ class FaultyEngine:
 
     async def load_weights(self, handle: WeightHandle) -> None:
         dice = self._dice
-        if dice.strikes("load_fails"):
+        if self._failed_loads < FAILED_LOADS_IN_A_ROW and dice.strikes("load_fails"):
+            self._failed_loads += 1
             await self._delay(dice.delay_s("load_fails"))
             raise InfrastructureFault("the weights do not match their checksum", where=f"replica {self.replica}")
+        self._failed_loads = 0
         await self._inner.load_weights(handle)
         if dice.strikes("load_repeated"):
-            await self._inner.load_weights(handle)
+            self._failed_loads = 0
+        await self._inner.load_weights(handle)
         if dice.strikes("load_late"):
             await self._delay(dice.delay_s("load_late"))

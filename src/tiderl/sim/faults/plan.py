@@ -29,46 +29,60 @@ class FaultKind:
     """The opportunity that its probability counts for."""
     likely: tuple[float, float]
     """Between these a swarm draws its probability, evenly in the logarithm."""
-    fatal: bool = True
-    """At every opportunity, nothing would ever be finished."""
 
 
 FAULTS: Mapping[str, FaultKind] = {
     kind.name: kind
     for kind in (
         FaultKind("engine_crash", "a replica's process dies and comes back empty", "turn", (0.002, 0.03)),
-        FaultKind("slow_replica", "a replica answers 2 to 20 times as late for a while", "turn", (0.005, 0.05), fatal=False),
+        FaultKind("slow_replica", "a replica answers 2 to 20 times as late for a while", "turn", (0.005, 0.05)),
         FaultKind("preemption_storm", "every turn of a replica is cut short at once", "turn", (0.005, 0.05)),
         FaultKind("out_of_memory", "a turn fails in the engine and leaves nothing", "turn", (0.005, 0.05)),
         FaultKind("request_timeout", "a turn gets no answer within its deadline", "turn", (0.005, 0.05)),
-        FaultKind("late_completion", "a cancelled turn goes on in its engine to its end", "turn", (0.2, 1.0), fatal=False),
-        FaultKind("kv_hint_ignored", "the engine ignores what it is told of a task's KV", "hint", (0.1, 1.0), fatal=False),
-        FaultKind("reorder", "what becomes ready at one instant runs in another order", "pass of the loop", (0.1, 1.0), fatal=False),
+        FaultKind("late_completion", "a cancelled turn goes on in its engine to its end", "turn", (0.2, 1.0)),
+        FaultKind("kv_hint_ignored", "the engine ignores what it is told of a task's KV", "hint", (0.1, 1.0)),
+        FaultKind("reorder", "what becomes ready at one instant runs in another order", "pass of the loop", (0.1, 1.0)),
         FaultKind("env_crash", "an environment raises", "reset or step", (0.002, 0.03)),
         FaultKind("env_hang", "an environment does not answer within its deadline", "reset or step", (0.001, 0.01)),
         FaultKind("env_never_returns", "it hangs, and its slot comes back late", "reset or step", (0.001, 0.01)),
-        FaultKind("env_slow", "an environment takes longer", "reset or step", (0.01, 0.2), fatal=False),
+        FaultKind("env_slow", "an environment takes longer", "reset or step", (0.01, 0.2)),
         FaultKind("env_garbage", "an environment answers nonsense", "reset or step", (0.002, 0.03)),
         FaultKind("env_worker_lost", "the worker of all open environments dies", "reset or step", (0.001, 0.01)),
-        FaultKind("env_slot_lost", "a slot is taken away for a while", "opened environment", (0.02, 0.2), fatal=False),
+        FaultKind("env_slot_lost", "a slot is taken away for a while", "opened environment", (0.02, 0.2)),
         FaultKind("verifier_fault", "the verifier fails", "score", (0.02, 0.3)),
         FaultKind("trainer_crash", "the trainer's rank dies in the middle of a step", "training call", (0.005, 0.05)),
         FaultKind("crash_before_publish", "the trainer's rank dies before it exports", "version", (0.05, 0.3)),
         FaultKind("crash_after_publish", "it dies after the export, before the answer", "version", (0.05, 0.3)),
-        FaultKind("straggler", "a training call takes 2 to 20 times as long", "training call", (0.02, 0.2), fatal=False),
+        FaultKind("straggler", "a training call takes 2 to 20 times as long", "training call", (0.02, 0.2)),
         FaultKind("load_fails", "new weights arrive in part or with a wrong checksum", "load", (0.05, 0.4)),
-        FaultKind("load_repeated", "new weights are loaded twice", "load", (0.05, 0.5), fatal=False),
-        FaultKind("load_late", "weights are loaded, the answer comes much later", "load", (0.05, 0.5), fatal=False),
-        FaultKind("notice_late", "the loss or return of a rank is noticed late", "notice", (0.2, 1.0), fatal=False),
-        FaultKind("checkpoint_fails", "the disk refuses a checkpoint", "checkpoint", (0.05, 0.5), fatal=False),
-        FaultKind("checkpoint_torn", "a checkpoint looks whole and cannot be read", "checkpoint", (0.1, 0.6), fatal=False),
+        FaultKind("load_repeated", "new weights are loaded twice", "load", (0.05, 0.5)),
+        FaultKind("load_late", "weights are loaded, the answer comes much later", "load", (0.05, 0.5)),
+        FaultKind("notice_late", "the loss or return of a rank is noticed late", "notice", (0.2, 1.0)),
+        FaultKind("checkpoint_fails", "the disk refuses a checkpoint", "checkpoint", (0.05, 0.5)),
+        FaultKind("checkpoint_torn", "a checkpoint looks whole and cannot be read", "checkpoint", (0.1, 0.6)),
         FaultKind("write_fails", "the disk refuses a payload or a commit: the driver ends", "write", (0.001, 0.01)),
         FaultKind("driver_crash", "the driver dies at a write, before or after it", "write", (0.002, 0.05)),
-        FaultKind("power_cut", "a crash of the driver loses the journal's tail or tears it", "crash", (0.1, 0.7), fatal=False),
+        FaultKind("power_cut", "a crash of the driver loses the journal's tail or tears it", "crash", (0.1, 0.7)),
         FaultKind("driver_stopped", "the driver is asked to stop, and resumed", "write", (0.001, 0.02)),
         FaultKind("consumer_cancelled", "everything is cancelled at once, and resumed", "write", (0.001, 0.02)),
     )
 }
+
+ENDURABLE = frozenset(
+    {
+        *("slow_replica", "late_completion", "kv_hint_ignored", "reorder", "env_slow", "env_slot_lost", "straggler"),
+        *(
+            "load_fails",
+            "load_repeated",
+            "load_late",
+            "notice_late",
+            "checkpoint_fails",
+            "checkpoint_torn",
+            "power_cut",
+        ),
+    }
+)
+"""What may strike at every opportunity and lets the run go on."""
 
 NOT_APPLICABLE: Mapping[str, str] = {
     "duplicate completion": "the channel matches an answer to its request once and drops a second one",
@@ -108,10 +122,13 @@ class FaultPlan:
 
 
 def draw_probabilities(seed: int) -> dict[str, float]:
-    """A random subset of the faults, each with a probability of its own."""
-    rng = stream(seed, "swarm", "faults")
-    enabled = [kind for kind in FAULTS.values() if rng.random() < ENABLED_FRACTION]
-    return {kind.name: float(np.exp(rng.uniform(*np.log(kind.likely)))) for kind in enabled}
+    """A random subset of the faults, each with a probability of its own; a fault's draw depends on no other's."""
+    found: dict[str, float] = {}
+    for kind in FAULTS.values():
+        rng = stream(seed, "swarm", "fault", kind.name)
+        if rng.random() < ENABLED_FRACTION:
+            found[kind.name] = float(np.exp(rng.uniform(*np.log(kind.likely))))
+    return found
 
 
 class Dice:

@@ -24,7 +24,7 @@ class DriverLife:
         self.alive = True
         self.cancelled = False
         self.stop: Callable[[], None] = lambda: None
-        self.cancel: Callable[[], None] = lambda: None
+        self.cancel: Callable[[], object] = lambda: None
 
     def die(self) -> None:
         """Raises `DriverKilled` if the driver dies here, or is dead already: nothing of it acts any more."""

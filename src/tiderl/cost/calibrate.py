@@ -1,0 +1,272 @@
+"""`--calibrate RUN`: the cost model's constants from a recorded run, and what they leave unexplained.
+
+Every fit keeps the run's total: fitted seconds add up to the measured ones (weights 1 / fitted, as for counts), so a
+mean is right even where single pieces of work scatter. Constants that the run cannot tell apart are given to the
+first of them, the others are 0 and named. Knows facts of `recorded.py`, no file and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tiderl.cost.intervals import Intervals, intervals_of
+from tiderl.cost.model import CostModel
+from tiderl.cost.recorded import RESET, EnvCall, PassKind, Recording, TurnFact
+from tiderl.data.errors import ConfigurationError
+
+MIN_TURNS = 50
+"""Fewer say nothing reliable about four constants of the engine."""
+ROUNDS = 8
+"""Of counting iterations and fitting, and of weighting: both settle in three or four."""
+ENGINE = ("iteration_s", "sequence_s", "context_token_s", "prefill_token_s")
+TRAINER = ("reference_token_s", "forward_token_s", "backward_token_s", "pass_s")
+SERIAL_SHARE = 0.5
+"""Environment calls are served one at a time where that explains at least this share of their seconds' variance: a
+world that answers all at once explains next to nothing."""
+IDLE_ARRIVALS = 20
+"""Turns that find their engine idle, from which the way to it is known; with fewer, the shortest ways of all count."""
+SHORT_WAY_QUANTILE = 0.05
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Of one fit: how far pieces of work are from their fitted seconds, relative to what is fitted."""
+
+    pieces: int
+    rms: float
+    """Weighted by fitted seconds."""
+    p50: float
+    p90: float
+
+    def to_json(self) -> dict[str, float]:
+        return {"pieces": self.pieces, "rms": self.rms, "p50": self.p50, "p90": self.p90}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Constants by the names of `CostModel`, the service seconds of environment workers, and the residuals by fit."""
+
+    constants: Mapping[str, float]
+    env_step_s: float
+    """One step on a worker that serves one call at a time; 0: all are served at once."""
+    env_reset_s: float
+    score_s: float
+    """From a trajectory's last step to its end: the verifier, and what the driver does then."""
+    residuals: Mapping[str, Residual]
+    unknown: tuple[str, ...]
+    """Constants that the run says nothing about: they stay as they are, or are in another one."""
+
+    def applied(self, cost: CostModel) -> CostModel:
+        return cost.with_constants(self.constants)
+
+
+def calibrate(recording: Recording, *, where: str) -> Calibration:
+    """Fits every constant that the run tells something about. `where` names the run in errors.
+
+    Raises `ConfigurationError` for a run without enough turns or without an update.
+    """
+    turns = [turn for turn in recording.turns if not turn.aborted]
+    if len(turns) < MIN_TURNS or not recording.passes:
+        what = f"{len(turns)} turns and {len(recording.commits)} updates are too few to calibrate from"
+        hint = f"record at least {MIN_TURNS} turns and one update"
+        raise ConfigurationError(what, where=where, hint=hint)
+    constants: dict[str, float] = {}
+    residuals: dict[str, Residual] = {}
+    unknown: list[str] = []
+    for name, names, (features, seconds) in (
+        ("engine iterations", ENGINE, _engine(recording)),
+        ("trainer passes", TRAINER, _trainer(recording)),
+    ):
+        fitted = conserving_fit(features, seconds)
+        constants |= zip(names, fitted.tolist(), strict=True)
+        residuals[name] = residual(seconds, features @ fitted)
+        unknown += [constant for constant, value in zip(names, fitted, strict=True) if value == 0.0]
+    for constant, measured in (
+        ("optimizer_s", [sum(recording.finish_s + recording.begin_s) / max(1, len(recording.finish_s))]),
+        ("publish_s", recording.publish_s),
+        ("checkpoint_s", recording.checkpoint_s),
+    ):
+        if measured:
+            constants[constant] = float(np.mean(measured))
+        else:
+            unknown.append(constant)
+    if recording.loads:  # some of them waited for other work of their rank
+        constants["load_s"] = float(np.median([load.seconds for load in recording.loads]))
+    else:
+        unknown.append("load_s")
+    constants["turn_s"] = turn_latency_s(recording)
+    step_s, reset_s, calls = _environment(recording.env_calls)
+    if calls is not None:
+        residuals["environment calls"] = calls
+    score_s = float(np.mean(recording.score_s)) if recording.score_s else 0.0
+    return Calibration(constants, step_s, reset_s, score_s, residuals, tuple(unknown))
+
+
+def conserving_fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Non-negative constants, float64 [k], of `features` @ constants ~ `seconds`, whose sums agree.
+
+    `features` float64 [n, k]. Weighted least squares with weights 1 / fitted, renewed until they settle: the score
+    equations of a quasi-Poisson model (McCullagh and Nelder, 1989), whose solution keeps the total. Columns that
+    depend on earlier ones get 0.
+    """
+    from scipy.optimize import nnls
+
+    scale = np.maximum(features.max(axis=0), np.finfo(np.float64).tiny)
+    used = _independent(features / scale)
+    columns = features[:, used] / scale[used]
+    fitted = np.full(len(seconds), seconds.mean())
+    for _ in range(ROUNDS):
+        weights = 1 / np.sqrt(np.maximum(fitted, 1e-6 * seconds.mean() + np.finfo(np.float64).tiny))
+        solution = nnls(columns * weights[:, None], seconds * weights)[0]
+        fitted = columns @ solution
+    constants = np.zeros(features.shape[1])
+    constants[used] = solution / scale[used]
+    return constants
+
+
+def residual(seconds: np.ndarray, fitted: np.ndarray) -> Residual:
+    """Relative to the fitted seconds; pieces that are fitted with none are left out."""
+    some = fitted > 0
+    off = np.abs(seconds[some] - fitted[some]) / fitted[some]
+    rms = float(np.sqrt(np.average(off**2, weights=fitted[some]))) if some.any() else 0.0
+    p50, p90 = (float(np.quantile(off, q)) for q in (0.5, 0.9)) if some.any() else (0.0, 0.0)
+    return Residual(len(seconds), rms, p50, p90)
+
+
+def _independent(features: np.ndarray) -> list[int]:
+    """Columns that are not 0 and no combination of earlier ones."""
+    kept: list[int] = []
+    for column in range(features.shape[1]):
+        trial = [*kept, column]
+        if np.linalg.matrix_rank(features[:, trial]) == len(trial):
+            kept = trial
+    return kept
+
+
+# ---------------------------------------------------------------------------------------------- the engine
+
+
+def _engine(recording: Recording) -> tuple[np.ndarray, np.ndarray]:
+    """The busy intervals of all replicas, undisturbed ones: features [n, 4] and seconds [n]. Iterations are counted
+    anew with what was fitted, until no count changes."""
+    replicas = sorted({turn.replica for turn in recording.turns})
+    found: list[Intervals] = []
+    for replica in replicas:
+        turns = [turn for turn in recording.turns if turn.replica == replica]
+        intervals = intervals_of(turns, _disturbances(recording, replica, turns))
+        if intervals is not None:
+            found.append(intervals)
+    for _ in range(ROUNDS):
+        features = np.concatenate([each.features()[each.undisturbed] for each in found])
+        seconds = np.concatenate([each.seconds[each.undisturbed] for each in found])
+        constants = conserving_fit(features, seconds)
+        changed = [each.guess(each.features() @ constants / each.iterations) for each in found]
+        if not any(changed):
+            break
+    return features, seconds
+
+
+def _disturbances(recording: Recording, replica: int, turns: Sequence[TurnFact]) -> list[tuple[float, float]]:
+    """Loads of weights, and training on the same rank, on the replica's clock."""
+    behind_s = clock_behind_s(turns)
+    windows = [(load.t_s - load.seconds, load.t_s) for load in recording.loads if load.replica == replica]
+    ranks = recording.started.engine_ranks[replica] if recording.started and recording.started.engine_ranks else ()
+    windows += [window for rank in ranks for window in recording.taken.get(rank, ())]
+    return [(begin - behind_s, end - behind_s) for begin, end in windows]
+
+
+def clock_behind_s(turns: Sequence[TurnFact]) -> float:
+    """By how much the replica's clock is behind the driver's: the turn that the driver knew of soonest took no time."""
+    return min(turn.t_s - turn.ended_s for turn in turns)
+
+
+def turn_latency_s(recording: Recording) -> float:
+    """Mean seconds of a turn outside engine and environment: to the engine, where it was idle, and back."""
+    replicas: dict[int, list[TurnFact]] = {}
+    for turn in recording.turns:
+        replicas.setdefault(turn.replica, []).append(turn)
+    sent_s = {(call.key, call.turn): call.ended_s for call in recording.env_calls if call.turn != RESET}
+    ways: list[float] = []
+    idle_ways: list[float] = []
+    back: list[float] = []
+    for turns in replicas.values():
+        behind_s = clock_behind_s(turns)
+        back += [turn.t_s - turn.ended_s - behind_s for turn in turns]
+        begins = np.sort([turn.added_s for turn in turns])
+        ends = np.sort([turn.ended_s for turn in turns])
+        for turn in turns:
+            asked_s = sent_s.get((turn.key, turn.turn - 1))
+            if asked_s is None or turn.aborted:
+                continue
+            asked_s -= behind_s
+            ways.append(max(0.0, turn.added_s - asked_s))
+            if np.searchsorted(begins, turn.added_s, "left") == np.searchsorted(ends, asked_s, "right"):
+                idle_ways.append(ways[-1])
+    if not ways:
+        return 0.0
+    to_engine = np.mean(idle_ways) if len(idle_ways) >= IDLE_ARRIVALS else np.quantile(ways, SHORT_WAY_QUANTILE)
+    return float(to_engine + np.mean(back))
+
+
+# ---------------------------------------------------------------------------------------------- the trainer
+
+
+def _trainer(recording: Recording) -> tuple[np.ndarray, np.ndarray]:
+    """All passes: features [n, 4] in the order of `TRAINER`, seconds [n]. Ranks that train together share the tokens."""
+    ranks = max(1, len(recording.started.actor_ranks) if recording.started else 1)
+    place: dict[PassKind, int] = {"reference": 0, "forward": 1, "backward": 2}
+    features = np.zeros((len(recording.passes), len(TRAINER)))
+    for row, one in enumerate(recording.passes):
+        features[row, place[one.kind]] = one.tokens / ranks
+        features[row, 3] = 1.0
+    return features, np.array([one.seconds for one in recording.passes])
+
+
+# ---------------------------------------------------------------------------------------------- environments
+
+
+def _environment(calls: Sequence[EnvCall]) -> tuple[float, float, Residual | None]:
+    """Service seconds of a step and a reset on a worker that serves one at a time, (0, 0) where calls do not wait for
+    each other. Each busy stretch of the worker lasts as long as its calls together."""
+    calls = [call for call in calls if call.served]
+    if len(calls) < MIN_TURNS:
+        return 0.0, 0.0, None
+    ahead = queue_ahead(calls)
+    seconds = np.array([call.seconds for call in calls])
+    alone = np.column_stack([ahead, np.ones(len(calls))])
+    solution = np.linalg.lstsq(alone, seconds, rcond=None)[0]
+    explained = 1 - np.var(seconds - alone @ solution) / np.var(seconds) if np.var(seconds) > 0 else 0.0
+    if solution[0] <= 0 or explained < SERIAL_SHARE:
+        return 0.0, 0.0, None
+    features, stretches = _busy_stretches(calls)
+    step_s, reset_s = conserving_fit(features, stretches)
+    return float(step_s), float(reset_s), residual(stretches, features @ np.array([step_s, reset_s]))
+
+
+def queue_ahead(calls: Sequence[EnvCall]) -> np.ndarray:
+    """float64 [n]: how many calls were there when each began, itself included; of those that began together, the ones
+    before it."""
+    begins = np.array([call.begun_s for call in calls])
+    ended = np.sort([call.ended_s for call in calls])
+    place = np.empty(len(calls))
+    place[np.argsort(begins, kind="stable")] = np.arange(1, len(calls) + 1)
+    return place - np.searchsorted(ended, begins, "right")
+
+
+def _busy_stretches(calls: Sequence[EnvCall]) -> tuple[np.ndarray, np.ndarray]:
+    """Stretches of time in which a call is always open: (steps, resets) in it [m, 2], and its seconds [m]."""
+    rows: list[list[float]] = []
+    stretches: list[float] = []
+    begun_s = ended_s = -np.inf
+    for call in sorted(calls, key=lambda call: call.begun_s):
+        if call.begun_s > ended_s:
+            rows.append([0.0, 0.0])
+            stretches.append(0.0)
+            begun_s = call.begun_s
+        ended_s = max(ended_s, call.ended_s)
+        rows[-1][call.turn == RESET] += 1
+        stretches[-1] = ended_s - begun_s
+    return np.array(rows), np.array(stretches)
