@@ -131,11 +131,13 @@ def test_context_that_new_weights_made_void_within_a_turn_is_no_useful_decoding(
         started(1),
         state(0.0, 0, "rollout", "generating"),
         admitted(0.0, 0),
-        turn(4.0, 0, 0, prefill_s=1.0, decode_s=3.0, recompute_s=0.75),
-        finished(4.0, 0),
-        committed(4.0, 0),
-    )
-    assert found == {"useful_prefill": 1.0, "useful_decode": 2.25, "recompute_version": 0.75}
+        turn(4.0, 0, 0, prefill_s=1.0, decode_s=3.0, recompute_s=0.75, first_version=0, version=1),
+        turn(6.0, 0, 1, context_tokens=15, cached_tokens=14, prefill_s=0.0, decode_s=2.0, recompute_s=0.5,
+             first_version=1, version=1),
+        finished(6.0, 0),
+        committed(6.0, 0),
+    )  # fmt: skip
+    assert found == {"useful_prefill": 1.0, "useful_decode": 3.75, "recompute_version": 0.75, "recompute_evicted": 0.5}
 
 
 def test_given_up_evaluated_and_retried_work_is_no_useful_work() -> None:

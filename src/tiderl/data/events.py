@@ -62,6 +62,7 @@ class TurnFinished(Event, frozen=True, kw_only=True, tag="turn_finished"):
     new_tokens: int
     cached_tokens: int
     version: int  # of the last token
+    first_version: int = -1  # of the first one
     finish_reason: str
     queued_s: float
     prefill_s: float
@@ -208,7 +209,7 @@ class RankState(Event, frozen=True, kw_only=True, tag="rank_state"):
     role: str  # rollout | reference | actor
     activity: str
     """rollout: generating, evaluating, loading, idle_no_work, idle_staleness, stopped. actor: waiting_data, reference,
-    training, publishing, checkpointing, restoring. A rank with both roles does the actor's while that is not waiting."""
+    training, publishing, checkpointing, restoring. A rank with both roles does the actor's unless that is waiting."""
 
 
 class RoleChanged(Event, frozen=True, kw_only=True, tag="role_changed"):

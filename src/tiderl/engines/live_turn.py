@@ -37,7 +37,9 @@ class LiveTurn:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._added_s = now_s
-        self._admitted_s = self._first_token_s = -1.0
+        self._admitted_s = self._first_token_s = self._last_token_s = -1.0
+        self._void = False  # tokens were sampled, and their KV has to be computed again
+        self._recompute_s = 0.0
 
     @property
     def known_ids(self) -> np.ndarray:
@@ -73,11 +75,16 @@ class LiveTurn:
         """All of its context is to be computed again; what was sampled stays."""
         self.filled = 0
         self.own_kv = None
+        self._void = bool(self._logprobs)
 
     def append(self, token: int, logprob: float, version: int, now_s: float) -> FinishReason | None:
         """Take a sampled token; the reason when it is the last one."""
         if not self._logprobs:
             self._first_token_s = now_s
+        if self._void:
+            self._recompute_s += now_s - self._last_token_s
+            self._void = False
+        self._last_token_s = now_s
         self.ids[self.length] = token
         self.length += 1
         self._logprobs.append(logprob)
@@ -100,5 +107,6 @@ class LiveTurn:
             queued_s=admitted_s - self._added_s,
             prefill_s=first_token_s - admitted_s,
             decode_s=now_s - first_token_s,
+            recompute_s=self._recompute_s,
             ended_s=now_s,
         )

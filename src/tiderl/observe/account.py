@@ -95,6 +95,7 @@ class _Turn:
     again: float  # fraction of the prefill that had been computed before
     by_version: bool  # because the version changed
     void: float  # fraction of the decoding spent on context that new weights or a preemption had made void
+    void_by_version: bool
 
 
 class Account:
@@ -171,6 +172,7 @@ class Account:
                 again=again / computed if computed else 0.0,
                 by_version=task.version != event.version,
                 void=event.recompute_s / event.decode_s if event.decode_s else 0.0,
+                void_by_version=event.first_version != event.version,
             )
         )
         self._kept += 1
@@ -291,8 +293,8 @@ def _charge_turns(turns: list[_Turn], prefill_s: Floats, decode_s: Floats) -> No
         turn.task.spent += (
             prefill - again,
             decode - void,
-            void + (again if turn.by_version else 0.0),
-            0.0 if turn.by_version else again,
+            (again if turn.by_version else 0.0) + (void if turn.void_by_version else 0.0),
+            (0.0 if turn.by_version else again) + (0.0 if turn.void_by_version else void),
         )
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from tiderl.cost.bound import RHO, RHO_ORDER
 from tiderl.observe.curves import sparkline
+from tiderl.observe.prediction import prediction_lines
 from tiderl.observe.words import count, duration, fraction, number
 
 LABEL = 18
@@ -45,6 +46,7 @@ def summary_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("simulation", _simulation(result)),
         ("bound", _bound(result)),
         ("", _ratios(result)),
+        *prediction_lines(result),
         ("written to", str(result.get("run_dir") or "")),
     ]
     return [(label, text) for label, text in lines if text]

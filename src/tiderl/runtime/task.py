@@ -267,6 +267,7 @@ class TaskPlayer:
                 new_tokens=len(result.ids),
                 cached_tokens=result.cached_tokens,
                 version=int(result.versions[-1]) if len(result.versions) else -1,
+                first_version=int(result.versions[0]) if len(result.versions) else -1,
                 finish_reason=result.finish_reason,
                 queued_s=result.queued_s,
                 prefill_s=result.prefill_s,

@@ -120,6 +120,7 @@ class Batch:
             request.prefill_left = request.known_tokens - cached
             request.computed = 0
             request.seat = next(self._seats)
+            request.void_s = now_s
             if request.admitted_s < 0:
                 request.admitted_s, request.cached_tokens = now_s, cached
                 self.cached_tokens += cached
@@ -210,7 +211,7 @@ class Batch:
         """A task is over."""
         self.pool.forget(task, self._shared(task))
 
-    def new_version(self, old_version: int) -> None:
+    def new_version(self, old_version: int, now_s: float) -> None:
         """The weights changed: cached KV is dropped, and running turns compute all of their context again (I6)."""
         self.pool.forget_cached()
         for request in self.everyone():
@@ -232,6 +233,7 @@ class Batch:
             others = sum(prefix.blocks for prefix in request.prefixes if prefix not in request.mine)
             request.prefill_left = request.known_tokens - others * self.pool.block_tokens
             request.computed = 0
+            request.void_s = now_s
 
     def everyone(self) -> list[Request]:
         """All requests, running and waiting, in order of arrival."""
@@ -282,6 +284,8 @@ class Batch:
         self.generated_tokens += 1
         if request.first_token_s < 0:
             request.first_token_s = now_s
+        else:
+            request.recompute_s += now_s - request.void_s
         request.decoding = True
         request.settled_at = self.iterations
         request.finishes_at = self.iterations + request.target - request.sampled

@@ -156,7 +156,7 @@ class SimEngine:
         self.hold()
         try:
             await self._transfer.load(self._ranks, self._version, handle.version)
-            self._batch.new_version(self._version)
+            self._batch.new_version(self._version, _now())
             self._version = handle.version
         finally:
             self.unhold()

@@ -46,6 +46,7 @@ class Request:
         "phase",
         "prefill_left",
         "prefixes",
+        "recompute_s",
         "released",
         "sampled",
         "seat",
@@ -53,6 +54,7 @@ class Request:
         "spans",
         "target",
         "turn",
+        "void_s",
     )
 
     def __init__(
@@ -72,6 +74,8 @@ class Request:
         self.arrived_s = arrived_s
         self.admitted_s = self.first_token_s = -1.0  # of the first time, where it was preempted
         self.cached_tokens = -1  # of the first admission
+        self.void_s = 0.0  # since when what it sampled has no KV, while it is computed again
+        self.recompute_s = 0.0
         self.prefixes: tuple[Prefix, ...] = ()
         self.mine: list[Prefix] = []  # of these, what it computes itself
         self.seat = -1  # order of admission; -1 while it waits
@@ -139,5 +143,6 @@ class Request:
             queued_s=admitted_s - self.arrived_s,
             prefill_s=first_token_s - admitted_s,
             decode_s=now_s - first_token_s,
+            recompute_s=self.recompute_s,
             ended_s=now_s,
         )

@@ -60,7 +60,7 @@ FAULTS: Mapping[str, FaultKind] = {
         FaultKind("notice_late", "the loss or return of a rank is noticed late", "notice", (0.2, 1.0)),
         FaultKind("checkpoint_fails", "the disk refuses a checkpoint", "checkpoint", (0.05, 0.5)),
         FaultKind("checkpoint_torn", "a checkpoint looks whole and cannot be read", "checkpoint", (0.1, 0.6)),
-        FaultKind("write_fails", "the disk refuses a payload or a commit: the driver ends", "write", (0.001, 0.01)),
+        FaultKind("write_fails", "the disk refuses a payload or a commit: the driver ends", "write", (0.005, 0.05)),
         FaultKind("driver_crash", "the driver dies at a write, before or after it", "write", (0.002, 0.05)),
         FaultKind("power_cut", "a crash of the driver loses the journal's tail or tears it", "crash", (0.1, 0.7)),
         FaultKind("driver_stopped", "the driver is asked to stop, and resumed", "write", (0.001, 0.02)),
