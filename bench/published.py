@@ -44,6 +44,9 @@ FRACTIONS = {
 }
 """Words of the table for numbers of ranks: parts of a claim's `cluster.ranks`."""
 
+FLUID_UPDATES = 200
+"""Nothing runs for the fluid optimum, the work of these updates is only added up."""
+
 
 @dataclass(frozen=True)
 class Steady:
@@ -96,9 +99,13 @@ def claims() -> list[str]:
 def overrides(claim: Mapping[str, Any], size: str, arm: str) -> tuple[str, ...]:
     """What is set for one arm, in order: later ones win."""
     common = [line for name in claim["use"] for line in {**TABLE["costs"], **TABLE["lengths"]}[name]]
-    chosen = [*common, *claim["set"], *claim[size], *claim["arms"][arm]]
-    ranks = prepare(ROOT / claim["file"], [*common, *claim["set"], *claim[size]], command="sim").config.cluster.ranks
-    return tuple(_in_numbers(line, ranks) for line in chosen)
+    sized = [*common, *claim["set"], *claim[size]]
+    given = [line for line in sized if line.startswith("cluster.ranks=")]
+    if given:
+        ranks = int(given[-1].partition("=")[2])
+    else:
+        ranks = prepare(ROOT / claim["file"], sized, command="sim").config.cluster.ranks
+    return tuple(_in_numbers(line, ranks) for line in [*sized, *claim["arms"][arm]])
 
 
 def _in_numbers(line: str, ranks: int) -> str:
@@ -132,11 +139,12 @@ def steady(file: str, changes: tuple[str, ...], *, skip: int, leave: int = 0, up
 def fluid_fraction(file: str, changes: Sequence[str]) -> float:
     """The rollout fraction at which both sides take equally long when nothing ever waits: least work of rollout over
     least work of both."""
-    resolved = prepare(ROOT / file, changes, command="sim")
+    # Under `window` there is no bound, but the work is the same. Over many updates the wait for the first is nothing.
+    lasting = (*changes, "schedule.staleness_counts=oldest_token", f"train.updates={FLUID_UPDATES}")
+    resolved = prepare(ROOT / file, lasting, command="sim")
     world = simulated_world(resolved)
     bound = planned_bound(resolved, world.workload, world.cost, world.engine)
-    if bound is None:  # under `window` there is no bound; the work is the same
-        return fluid_fraction(file, [*changes, "schedule.staleness_counts=oldest_token"])
+    assert bound is not None
     rollout_s = max(bound.terms["rollout"], bound.terms["kv"]) * len(resolved.layout.engine_ranks)
     trainer_s = bound.terms["trainer"] * len(resolved.layout.actor_ranks)
     return rollout_s / (rollout_s + trainer_s)
@@ -207,21 +215,17 @@ def floor(name: str, changes: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
-def candidate(name: str) -> list[dict[str, Any]]:
-    """Each row at its best split, next to the other simulator's."""
-    wanted, rows = TABLE["candidates"][name], []
-    for label, row in wanted["rows"].items():
-        common = (*wanted["set"], *row["set"])
-        splits = [None] if label == "sync" else wanted["splits"]
-        sweep: dict[str, float] = {}
-        for split in splits:
-            changes = common if split is None else (*common, f"cluster.rollout_ranks={split}")
-            sweep["all" if split is None else str(split)] = steady(wanted["file"], changes, skip=wanted["skip"]).goodput
-        best = max(sweep, key=lambda split: sweep[split])
-        rows.append(
-            {"row": label, "other": row["other"], "measured": sweep[best], "best": best, "sweep": sweep}
-        )
-    return rows
+def candidate(name: str, label: str) -> dict[str, Any]:
+    """One row at its best split, next to the other simulator's."""
+    wanted = TABLE["candidates"][name]
+    row = wanted["rows"][label]
+    sweep: dict[str, float] = {}
+    for split in ["all"] if label == "sync" else wanted["splits"]:
+        changes = [*wanted["set"], *row["set"], *([] if split == "all" else [f"cluster.rollout_ranks={split}"])]
+        sweep[str(split)] = steady(wanted["file"], tuple(changes), skip=wanted["skip"]).goodput
+    best = max(sweep, key=lambda split: sweep[split])
+    ratio = sweep[best] / row["other"]
+    return {"row": label, "other": row["other"], "measured": sweep[best], "ratio": ratio, "best": best, "sweep": sweep}
 
 
 def _print_claim(name: str, size: str) -> list[Figure]:
@@ -261,8 +265,8 @@ def main() -> None:
         if args.floors:
             _say(floor(name), args.json)
         elif args.candidates:
-            for row in candidate(name):
-                _say({"file": name, **row}, args.json)
+            for label in TABLE[part][name]["rows"]:
+                _say({"file": name, **candidate(name, label)}, args.json)
         elif args.json:
             for figure in figures(name, size):
                 print(json.dumps({**vars(figure), "within": figure.within}), flush=True)

@@ -43,7 +43,7 @@ def child(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
     [
         ((), ["train", "sim", "show", "doctor", "env"]),
         (("train",), ["examples/babyai.yaml", "--dry-run", "--json", "--overwrite", "Ctrl-C"]),
-        (("sim",), ["virtual clock", "--save", "SHA-256"]),
+        (("sim",), ["virtual clock", "--save", "SHA-256", "--swarm", "--seed"]),
         (("show",), ["--last", "RUN"]),
         (("doctor",), ["--json"]),
         (("env",), ["list", "check", "play"]),

@@ -16,6 +16,7 @@ SMALL = ["-o", "train.updates=3", "-o", "train.global_batch_groups=2", "-o", "ev
 def test_the_json_holds_the_workload_and_each_strategys_result(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(["compare", BUILTIN, "--strategies", "sync,areal", *SMALL, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
+    common = shown["workload"].pop("common_bound_tokens_per_s")
     assert shown["workload"] == {
         "config": "builtin.yaml", "clock": "virtual", "seed": 0, "ranks": 2, "updates": 3, "groups": 2, "group_size": 8,
     }  # fmt: skip
@@ -24,6 +25,8 @@ def test_the_json_holds_the_workload_and_each_strategys_result(capsys: pytest.Ca
     assert (sync["strategy"], areal["strategy"]) == ("sync", "areal")
     assert (sync["staleness_max"], areal["staleness_max"]) == (0, 1)
     assert sync["goodput_ratio"] == 1.0
+    assert common == max(sync["bound_tokens_per_s"], areal["bound_tokens_per_s"])
+    assert sync["rho_common"] == sync["goodput_tokens_per_s"] / common <= 1
     assert areal["goodput_ratio"] == areal["goodput_tokens_per_s"] / sync["goodput_tokens_per_s"]
     assert sum(areal["account"].values()) == areal["account_total_rank_s"]
 

@@ -11,9 +11,9 @@ import pytest
 from support.ledger_suite import PROMISES, Promise, Reopen, dropped, name_of, ready, running
 
 from tiderl.data.errors import CheckpointError, InvariantViolation
-from tiderl.runtime.ports import CheckpointRow, Ledger, VersionRow
+from tiderl.runtime.ports import CheckpointRow, Ledger, TrajectoryRow, VersionRow
 from tiderl.store.memory import MemoryLedger
-from tiderl.store.sqlite import SqliteLedger
+from tiderl.store.sqlite import Journal, SqliteLedger
 
 
 def memory_pair(_: Path) -> tuple[Callable[[], Ledger], Reopen]:
@@ -172,3 +172,27 @@ def test_snapshot_is_not_changed_by_what_follows() -> None:
         assert len((await MemoryLedger(kept).replay()).trajectories) == 1
 
     asyncio.run(check())
+
+
+def test_a_journal_of_schema_1_is_read_and_written_on(tmp_path) -> None:
+    path = tmp_path / "journal.sqlite"
+    db = sqlite3.connect(path)
+    db.executescript(
+        """
+        CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
+        INSERT INTO meta VALUES('schema_version', '1');
+        CREATE TABLE trajectories(
+            id INTEGER PRIMARY KEY, prompt_id INTEGER NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL,
+            status TEXT NOT NULL, reason TEXT, update_no INTEGER, sha256 TEXT);
+        INSERT INTO trajectories VALUES(0, 0, 0, 0, 'ready', NULL, NULL, 'abc');
+        """
+    )
+    db.close()
+    journal = Journal(path)
+    journal.append([TrajectoryRow(1, 0, 1, 0, "running")])
+    journal.append([TrajectoryRow(1, 0, 1, 0, "ready", sha256="def", ready_update=3)])
+    assert [(row.id, row.ready_update) for row in journal.replay().trajectories] == [(0, None), (1, 3)]
+    journal.close()
+    again = sqlite3.connect(path)
+    assert again.execute("SELECT value FROM meta").fetchall() == [("2",)]
+    again.close()

@@ -155,7 +155,7 @@ def a_lost_payload_of_a_committed_update() -> tuple[str, ...]:
         (nothing_there, 2, ["no such run", "runs/k"]),
         (another_learning_rate, 2, ["train.lr may not change", "what may: train.updates, eval"]),
         (an_edited_configuration, 2, ["algorithm.group_size was 4 and is 2", "config.yaml"]),
-        (a_journal_of_a_newer_version, 1, ["the journal has schema 99, this TideRL knows up to 1", "update TideRL"]),
+        (a_journal_of_a_newer_version, 1, ["the journal has schema 99, this TideRL knows up to 2", "update TideRL"]),
         (a_journal_that_is_none, 1, ["the journal cannot be used", "journal.sqlite"]),
         (no_whole_checkpoint, 1, ["no checkpoint of this run is whole", "--overwrite"]),
         (only_damaged_checkpoints, 1, ["no checkpoint of this run can be read", "--overwrite"]),

@@ -74,8 +74,10 @@ def test_memory_too_small_shows_as_recomputation() -> None:
     assert tight["recompute_evicted"] > roomy["recompute_evicted"] == 0
 
 
-def test_folding_changes_no_sum(monkeypatch) -> None:
-    run = virtual_run([HEAVY_TAIL, "cluster.ranks=4", "train.updates=12"])
+@pytest.mark.parametrize("strategy", ["areal", "sync"])
+def test_folding_changes_no_sum(monkeypatch, strategy: str) -> None:
+    """Under sync nothing is in flight at the last commit, so all is folded by then."""
+    run = virtual_run([HEAVY_TAIL, "cluster.ranks=4", "train.updates=12", f"schedule.strategy={strategy}"])
     at_once = account_of(run.log)
     monkeypatch.setattr(account_module, "FOLD_TURNS", 5)
     folded = account_of(run.log)

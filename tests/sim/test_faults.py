@@ -76,6 +76,15 @@ def test_names_are_known_or_said_to_be_not_applicable() -> None:
     assert not set(FAULTS) & set(NOT_APPLICABLE)
 
 
+def test_the_documented_faults_are_the_faults() -> None:
+    text = (BUILTIN.parents[1] / "docs" / "simulation.md").read_text(encoding="utf-8")
+    section = text[text.index("## Faults") : text.index("## Swarms")]
+    rows = [line.split("|")[1:4] for line in section.splitlines() if line.startswith("|")]
+    told = [tuple(cell.strip(" `") for cell in row) for row in rows if len(row) == 3 and "`" in row[0]]
+    assert told == [(kind.name, kind.what, kind.each) for kind in FAULTS.values()]
+    assert all(f"| {name} | {why} |" in section for name, why in NOT_APPLICABLE.items())
+
+
 @pytest.mark.parametrize(("faults", "message"), [({"no_such": 0.1}, "unknown fault"), ({"env_crash": 1.5}, "0 to 1")])
 def test_a_wrong_plan_is_refused(faults: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -128,7 +128,9 @@ FILE_MISTAKES = [
     ("train: {sharding: fsdp}", ":1", "'fsdp' is not yet supported"),
     ("model: {tokenizer: chat}", ":1", "a model from scratch has no chat template"),
     ("log: {trackers: [tensorbord]}", ":1", "log.trackers", "did you mean 'tensorboard'?"),
-    ("sim: {faults: {rank_mtbf_s: 100}}", ":1", "sim.faults", "not yet supported"),
+    ("sim: {faults: {engine_crsh: 0.1}}", ":1", "sim.faults", "no fault (did you mean 'engine_crash'?)"),
+    ("sim: {faults: {engine_crash: 2}}", ":1", "sim.faults", "a probability from 0 to 1"),
+    ("sim: {faults: all}", ":1", "sim.faults", "must be none, swarm, or a mapping"),
     ("schedule: {strategy: laminar}", ":1", "'laminar' is not yet supported", "sync, areal"),
     ("schedule: {strategy: aeral}", ":1", "unknown strategy 'aeral', did you mean 'areal'?"),
 ]

@@ -43,7 +43,8 @@ def compare(
     """Runs the file under each of `strategies`. `progress` gets a line before each run.
 
     Every strategy is checked before the first runs. Each result has `goodput_ratio`, its goodput over the first
-    strategy's. Raises `ConfigurationError` for an unknown or repeated strategy, and what `train` and `simulate` raise.
+    strategy's, and `rho_common`, its goodput over the largest of the strategies' bounds, which holds for all of them.
+    Raises `ConfigurationError` for an unknown or repeated strategy, and what `train` and `simulate` raise.
     """
     loaded = _check(config, strategies, overrides)
     runs = {name: [*overrides, f"{STRATEGY_KEY}={name}"] for name in strategies}
@@ -58,10 +59,14 @@ def compare(
         else:
             results[name] = simulate(config, changed).to_json()
     first = results[strategies[0]]["goodput_tokens_per_s"]
+    bounds = [result["bound_tokens_per_s"] for result in results.values()]
+    # Each is bounded by its own, so all are by the largest; without one for each there is none in common.
+    common = max(bounds) if None not in bounds else None
     for result in results.values():
         own = result["goodput_tokens_per_s"]
         result["goodput_ratio"] = own / first if own is not None and first else None
-    return Comparison(_workload(loaded, live), results)
+        result["rho_common"] = own / common if own is not None and common else None
+    return Comparison({**_workload(loaded, live), "common_bound_tokens_per_s": common}, results)
 
 
 def _check(config: str | Path, strategies: Sequence[str], overrides: Sequence[str]) -> Loaded:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tiderl.api.drivers import VirtualRun, virtual_settings
+from tiderl.api.virtual import check_finishes, simulated_world
 from tiderl.config.machine import prepare
 from tiderl.config.resolve import Resolved
 from tiderl.data.errors import DeadlockError, TideError
@@ -37,8 +38,11 @@ def swarm(
     make_run: Callable[..., Run] = Run,
 ) -> SwarmReport:
     """Runs one small instance of the file for each seed. `on_seed` gets each report as it comes; `make_run` builds the
-    runtime. Raises `ConfigurationError` for a file that is wrong by itself."""
-    size = _file_size(prepare(config, overrides, command="sim"))
+    runtime. Raises `ConfigurationError` for a file that is wrong by itself, or
+    can never finish."""
+    resolved = prepare(config, overrides, command="sim")
+    check_finishes(resolved, simulated_world(resolved), calm=True)
+    size = _file_size(resolved)
     report = SwarmReport(str(config))
     for seed in seeds:
         found = run_seed(config, seed, size, overrides, make_run=make_run)

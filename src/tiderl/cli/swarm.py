@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -18,9 +19,17 @@ SHOWN = 3
 
 
 def run_swarm(
-    config: Path, overrides: Sequence[str], count: int, first_seed: int, as_json: bool, *, given: bool
+    config: Path,
+    overrides: Sequence[str],
+    count: int,
+    first_seed: int,
+    as_json: bool,
+    *,
+    given: bool = False,
+    **options: Any,
 ) -> None:
-    """`given`: an option was given that does not go with a swarm. Raises `typer.Exit` with 1 for violations."""
+    """`given`: an option was given that does not go with a swarm. `options`: as `api.swarm.swarm` takes them. Raises
+    `typer.Exit` with 1 for violations, and where a large swarm never saw what it should."""
     if given:
         raise ConfigurationError("--save and --dry-run do not go with --swarm", hint="try: tiderl sim --help")
     from rich.console import Console
@@ -38,7 +47,7 @@ def run_swarm(
             if seed.violations:
                 console.print(f"seed {seed.seed} failed:", *seed.violations[:SHOWN], sep="\n  ", markup=False)
 
-        report = swarm(config, range(first_seed, first_seed + count), overrides, on_seed=show)
+        report = swarm(config, range(first_seed, first_seed + count), overrides, on_seed=show, **options)
     found = report.to_json(overrides=overrides)
     out = Console(stderr=as_json, highlight=False, soft_wrap=True)
     out.print(_summary(found), markup=False)
@@ -48,11 +57,9 @@ def run_swarm(
         raise typer.Exit(1)
 
 
-def _summary(found: dict[str, object]) -> str:
+def _summary(found: dict[str, Any]) -> str:
     """Some lines for people."""
-    faults: dict[str, int] = found["faults"]  # type: ignore[assignment]
-    violations: list[dict[str, object]] = found["violations"]  # type: ignore[assignment]
-    never: list[str] = found["never"]  # type: ignore[assignment]
+    faults, violations, never = found["faults"], found["violations"], found["never"]
     struck = sum(count > 0 for count in faults.values())
     lines = [
         f"{found['seeds']} seeds from {found['first_seed']}, {len(violations)} failed; "

@@ -19,10 +19,14 @@ from tiderl.data.errors import ConfigurationError
 
 MIN_TURNS = 50
 """Fewer say nothing reliable about four constants of the engine."""
+MIN_CERTAIN = 20
+"""Intervals with a certain count of iterations from which the first fit is made; with fewer, from all."""
 ROUNDS = 8
 """Of counting iterations and fitting, and of weighting: both settle in three or four."""
 ENGINE = ("iteration_s", "sequence_s", "context_token_s", "prefill_token_s")
 TRAINER = ("reference_token_s", "forward_token_s", "backward_token_s", "pass_s")
+ROUNDING = 1e-9
+"""A constant that explains less of all seconds than this is 0."""
 SERIAL_SHARE = 0.5
 """Environment calls are served one at a time where that explains at least this share of their seconds' variance: a
 world that answers all at once explains next to nothing."""
@@ -77,7 +81,7 @@ def calibrate(recording: Recording, *, where: str) -> Calibration:
     residuals: dict[str, Residual] = {}
     unknown: list[str] = []
     for name, names, (features, seconds) in (
-        ("engine iterations", ENGINE, _engine(recording)),
+        ("engine iterations", ENGINE, _engine(recording, where)),
         ("trainer passes", TRAINER, _trainer(recording)),
     ):
         fitted = conserving_fit(features, seconds)
@@ -93,8 +97,8 @@ def calibrate(recording: Recording, *, where: str) -> Calibration:
             constants[constant] = float(np.mean(measured))
         else:
             unknown.append(constant)
-    if recording.loads:  # some of them waited for other work of their rank
-        constants["load_s"] = float(np.median([load.seconds for load in recording.loads]))
+    if recording.loads:
+        constants["load_s"] = _load_s(recording)
     else:
         unknown.append("load_s")
     constants["turn_s"] = turn_latency_s(recording)
@@ -122,6 +126,7 @@ def conserving_fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         weights = 1 / np.sqrt(np.maximum(fitted, 1e-6 * seconds.mean() + np.finfo(np.float64).tiny))
         solution = nnls(columns * weights[:, None], seconds * weights)[0]
         fitted = columns @ solution
+    solution[columns.sum(axis=0) * solution < ROUNDING * seconds.sum()] = 0.0
     constants = np.zeros(features.shape[1])
     constants[used] = solution / scale[used]
     return constants
@@ -149,7 +154,7 @@ def _independent(features: np.ndarray) -> list[int]:
 # ---------------------------------------------------------------------------------------------- the engine
 
 
-def _engine(recording: Recording) -> tuple[np.ndarray, np.ndarray]:
+def _engine(recording: Recording, where: str) -> tuple[np.ndarray, np.ndarray]:
     """The busy intervals of all replicas, undisturbed ones: features [n, 4] and seconds [n]. Iterations are counted
     anew with what was fitted, until no count changes."""
     replicas = sorted({turn.replica for turn in recording.turns})
@@ -159,14 +164,31 @@ def _engine(recording: Recording) -> tuple[np.ndarray, np.ndarray]:
         intervals = intervals_of(turns, _disturbances(recording, replica, turns))
         if intervals is not None:
             found.append(intervals)
-    for _ in range(ROUNDS):
-        features = np.concatenate([each.features()[each.undisturbed] for each in found])
-        seconds = np.concatenate([each.seconds[each.undisturbed] for each in found])
+    certain = sum(int((each.pinned & each.undisturbed).sum()) for each in found) >= MIN_CERTAIN
+    for attempt in range(ROUNDS):
+        chosen = [each.undisturbed & (each.pinned | (not certain or attempt > 0)) for each in found]
+        if not any(rows.any() for rows in chosen):
+            what = "no turn of it ran without a load of weights or training on its rank"
+            raise ConfigurationError(what, where=where, hint="calibrate on a run with more turns in an update")
+        features = np.concatenate([each.features()[rows] for each, rows in zip(found, chosen, strict=True)])
+        seconds = np.concatenate([each.seconds[rows] for each, rows in zip(found, chosen, strict=True)])
         constants = conserving_fit(features, seconds)
-        changed = [each.guess(each.features() @ constants / each.iterations) for each in found]
-        if not any(changed):
+        changed = [each.guess(constants) for each in found]
+        if attempt > 0 and not any(changed):
             break
     return features, seconds
+
+
+def _load_s(recording: Recording) -> float:
+    """Mean seconds of a load on ranks that do not train; the median where all do: some of those waited for the
+    trainer's work."""
+    started = recording.started
+    trains = set(started.actor_ranks) if started else set()
+    ranks = started.engine_ranks if started else ()
+    alone = [
+        load.seconds for load in recording.loads if load.replica < len(ranks) and not trains & {*ranks[load.replica]}
+    ]
+    return float(np.mean(alone) if alone else np.median([load.seconds for load in recording.loads]))
 
 
 def _disturbances(recording: Recording, replica: int, turns: Sequence[TurnFact]) -> list[tuple[float, float]]:
@@ -215,7 +237,7 @@ def turn_latency_s(recording: Recording) -> float:
 
 
 def _trainer(recording: Recording) -> tuple[np.ndarray, np.ndarray]:
-    """All passes: features [n, 4] in the order of `TRAINER`, seconds [n]. Ranks that train together share the tokens."""
+    """All passes: features [n, 4] in the order of `TRAINER`, seconds [n]. Ranks that train together share tokens."""
     ranks = max(1, len(recording.started.actor_ranks) if recording.started else 1)
     place: dict[PassKind, int] = {"reference": 0, "forward": 1, "backward": 2}
     features = np.zeros((len(recording.passes), len(TRAINER)))

@@ -43,10 +43,18 @@ class Intervals:
         attended = n * context + self.decoding * n * (n - 1) / 2
         return np.column_stack([n, n * self.decoding + self.first_tokens, attended, self.prefill_tokens])
 
-    def guess(self, iteration_s: np.ndarray) -> bool:
-        """Count iterations anew where they are not certain, from the seconds of one, [n]; whether any count changed."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            counted = np.maximum(1, np.rint(self.seconds / np.maximum(iteration_s, TICK_S))).astype(np.int64)
+    def guess(self, constants: np.ndarray) -> bool:
+        """Count iterations anew where they are not certain, from the seconds of `features`; whether a count changed."""
+        found = self.features()
+        each_s = (
+            found[:, 0] * constants[0] + self.decoding * found[:, 0] * constants[1] + found[:, 2] * constants[2]
+        ) / (self.iterations)
+        once_s = self.first_tokens * constants[1] + self.prefill_tokens * constants[3]
+        return self._count(each_s, once_s)
+
+    def _count(self, each_s: np.ndarray, once_s: np.ndarray | float = 0.0) -> bool:
+        """`each_s`: of one iteration; `once_s`: of the last one beyond that."""
+        counted = np.maximum(1, np.rint((self.seconds - once_s) / np.maximum(each_s, TICK_S))).astype(np.int64)
         counted = np.where(self.pinned, 1, counted)
         changed = bool((counted != self.iterations).any())
         self.iterations = counted
@@ -62,6 +70,7 @@ def intervals_of(turns: Sequence[TurnFact], disturbed_s: Sequence[tuple[float, f
         np.rint(np.array([getattr(turn, name) for turn in turns]) / TICK_S).astype(np.int64)
         for name in ("admitted_s", "first_token_s", "ended_s")
     )
+    admitted = _at_boundaries(admitted, first, ended)
     moments = np.unique(np.concatenate([admitted, first, ended]))
     count = len(moments) - 1
     if count < 1:
@@ -72,14 +81,9 @@ def intervals_of(turns: Sequence[TurnFact], disturbed_s: Sequence[tuple[float, f
     seconds = np.diff(moments) * TICK_S
     one = np.ones(len(turns))
     decoding = np.rint(_summed(ft, et, one, count)).astype(np.int64)
-    prefilling = np.rint(_summed(at, ft, one, count)).astype(np.int64)
-    busy = (decoding > 0) | (prefilling > 0)
+    busy = (decoding > 0) | (_summed(at, ft, one, count) > 0.5)
     pinned = _summed(ft, et, (et - ft == tokens - 1).astype(np.float64), count) > 0.5
-    pinned |= _summed(at, ft, (ft - at == 1).astype(np.float64), count) > 0.5
-    # About how long an iteration is: what the turns that decode there take for a token.
-    later = np.maximum(1, tokens - 1)
-    token_s = _summed(ft, et, (ended - first) * TICK_S / later, count) / np.maximum(1, decoding)
-    disturbed = _disturbed(turns, disturbed_s, at, et, count)
+    pinned |= decoding == 0  # the engine was idle before
     shift = np.concatenate([[0], np.cumsum(busy)])  # without the idle intervals
     found = Intervals(
         seconds=seconds[busy],
@@ -87,13 +91,40 @@ def intervals_of(turns: Sequence[TurnFact], disturbed_s: Sequence[tuple[float, f
         first_tokens=np.bincount(ft[ft > at] - 1, minlength=count)[busy],
         prefill_tokens=_prefilled(turns, at, ft, seconds)[busy],
         context_at_start=_summed(ft, et, context + 1, count)[busy],
-        undisturbed=~disturbed[busy],
+        undisturbed=~_disturbed(turns, disturbed_s, at, et, count)[busy],
         iterations=np.ones(int(busy.sum()), dtype=np.int64),
         pinned=pinned[busy],
         _first=shift[ft[et > ft]],
         _behind=shift[et[et > ft]],
     )
-    found.guess(np.where(decoding > 0, token_s, seconds)[busy])
+    # About how long an iteration is: what the quickest of the turns that decode there takes for a token.
+    token_s = (ended - first) * TICK_S / np.maximum(1, tokens - 1)
+    quickest_s = np.full(count, np.inf)
+    for begin, end, each_s in zip(ft, et, token_s, strict=True):
+        np.minimum(quickest_s[begin:end], each_s, out=quickest_s[begin:end])
+    found._count(quickest_s[busy])
+    return found
+
+
+def _at_boundaries(admitted: np.ndarray, first: np.ndarray, ended: np.ndarray) -> np.ndarray:
+    """When each turn's first iteration began, int64 [n]: an engine admits a moment after the end of the one before it.
+    Where it was idle, the first admission is the beginning."""
+    order = np.argsort(admitted, kind="stable")
+    ends = np.unique(np.concatenate([first, ended]))
+    before = np.searchsorted(ends, admitted, "right") - 1
+    # Decoding goes on at the last end before the admission: more turns had begun to decode than had ended.
+    at = ends[np.maximum(before, 0)]
+    decoding = np.searchsorted(np.sort(first), at, "right") - np.searchsorted(np.sort(ended), at, "right")
+    found = admitted.copy()
+    opened: dict[int, int] = {}  # index of the end before -> when an idle engine began
+    busy_until = -1
+    for turn in order:
+        place = int(before[turn])
+        if place in opened or place < 0 or not (decoding[turn] > 0 or busy_until > at[turn]):
+            found[turn] = opened.setdefault(place, int(admitted[turn]))
+        else:
+            found[turn] = at[turn]
+        busy_until = max(busy_until, int(first[turn]))
     return found
 
 

@@ -46,6 +46,8 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """A turn starts when its context and this quantile of what recent turns sampled fit; 1.0 = all it may sample."""
     kv_block_tokens: int = 16
     """Positions in one block of KV, for engines that keep it in blocks; the embedded engine keeps whole contexts."""
+    min_shared_tokens: int = 1
+    """Shorter prompts are computed by every task of a group: for simulated engines (the embedded one has its own)."""
     host_kv_budget_tokens: int | None = None
     """Offloaded KV in host memory; None = `kv_budget_tokens` on an accelerator, 0 on a CPU (it is the same memory)."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WINDOW_TOKENS = 64  # row lengths are rounded up to this: few distinct shapes, aligned attention masks
+ROOM_TOKENS = 64  # rows grow by multiples of this: each growth copies all of them
+WINDOW_TOKENS = 16  # a step reads multiples of this: attention masks stay aligned, and little is read for nothing
 FIRST_ROWS = 8
 
 
@@ -50,7 +51,7 @@ class SlotCache:
         if rows <= have_rows and tokens <= have_tokens:
             return
         new_rows = have_rows if rows <= have_rows else min(self._max_rows, max(rows, 2 * have_rows, FIRST_ROWS))
-        new_tokens = have_tokens if tokens <= have_tokens else -(-tokens // WINDOW_TOKENS) * WINDOW_TOKENS
+        new_tokens = have_tokens if tokens <= have_tokens else -(-tokens // ROOM_TOKENS) * ROOM_TOKENS
         store = self._store.new_zeros(layers, two, new_rows, heads, new_tokens, dim)
         store[:, :, :have_rows, :, :have_tokens] = self._store
         self._use(store)

@@ -210,7 +210,9 @@ class Account:
 
     def summary(self) -> dict[str, float] | None:
         """Rank-seconds by category, all of `CATEGORIES`; None before the first committed update."""
-        if self._until_s is None or self.last_commit_s is None or self.last_commit_s <= self._until_s:
+        if self._until_s is None or self.last_commit_s is None:
+            return None
+        if self.last_commit_s <= self._until_s and not self._total:  # else all of it is in the sums already
             return None
         last = copy.deepcopy(self)
         last._fold(self.last_commit_s)

@@ -44,6 +44,7 @@ def _rows(strategies: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[s
         row("over the first", "goodput_ratio", lambda ratio: f"{ratio:.2f} x"),
         row("bound, tokens/s", "bound_tokens_per_s"),
         row("rho", "rho", lambda rho: f"{rho:.3f}"),
+        row("rho, largest bound", "rho_common", lambda rho: f"{rho:.3f}"),
         row("rho, issue order", "rho_order", lambda rho: f"{rho:.3f}"),
         row("bound by", "binding", str),
         row("held-out success", "eval_success_last", fraction),

@@ -28,8 +28,13 @@ def prediction_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         return lines
     constants = ", ".join(f"{name} {value:.3g}" for name, value in calibration["constants"].items())
     lines.append(("calibrated", f"on {calibration['run']}: {constants}"))
+    if calibration["unknown"]:
+        lines.append(("", f"the run cannot tell: {', '.join(calibration['unknown'])}"))
     lines += [
-        ("residuals", f"{name}: {one['rms']:.1%} rms, half within {one['p50']:.1%}, nine in ten within {one['p90']:.1%}")
+        (
+            "residuals",
+            f"{name}: {one['rms']:.1%} rms, half within {one['p50']:.1%}, nine in ten within {one['p90']:.1%}",
+        )
         for name, one in calibration["residuals"].items()
     ]
     return lines

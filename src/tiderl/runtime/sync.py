@@ -43,6 +43,8 @@ class Publisher:
         self.loaded = dict.fromkeys(cluster.engines, NOT_LOADED)
         self.up = dict.fromkeys(cluster.engines, True)
         self.losses = dict.fromkeys(cluster.engines, 0)
+        self.seen = dict.fromkeys(cluster.engines, NOT_LOADED)
+        """The newest version that made tokens on a replica, as far as can be known, when its process died."""
         self.loading: dict[int, int] = {}
         self.handles: dict[int, WeightHandle] = {}
         self.newest = NOT_LOADED
@@ -111,16 +113,19 @@ class Publisher:
     def lost(self, replica: int) -> None:
         """Its rank died: whatever it had loaded is gone."""
         self.losses[replica] += 1
-        self.loaded[replica], self.up[replica] = NOT_LOADED, False
-        self.changed.append(replica)
+        self._empty(replica)
         self.wakeup.notify()
 
     def suspect(self, replica: int, losses: int) -> None:
         """A call that began after this many losses failed with `RankLost`: unless that loss is known by now, nothing
         more starts there until the cluster reports it and its return."""
         if self.losses[replica] == losses:
-            self.loaded[replica], self.up[replica] = NOT_LOADED, False
-            self.changed.append(replica)
+            self._empty(replica)
+
+    def _empty(self, replica: int) -> None:
+        self.seen[replica] = max(self.seen[replica], self.loaded[replica], self.loading.get(replica, NOT_LOADED))
+        self.loaded[replica], self.up[replica] = NOT_LOADED, False
+        self.changed.append(replica)
 
     def back(self, replica: int) -> None:
         self.up[replica] = True
@@ -134,7 +139,10 @@ class Publisher:
 
     def _wanted(self, replica: int) -> int | None:
         loaded = self.loaded[replica]
-        newer = [version for version in (*self.pinned(), self.newest) if version > loaded and version in self.handles]
+        after = loaded
+        if loaded == NOT_LOADED and self.busy(replica):
+            after = self.seen[replica] - 1  # tasks that outlived its process: their tokens get no older (I6)
+        newer = [version for version in (*self.pinned(), self.newest) if version > after and version in self.handles]
         if not newer or not self.up[replica] or self.held(replica, loaded):
             return None
         if self.at_new_version == "barrier" and loaded != NOT_LOADED and self.busy(replica):

@@ -41,7 +41,7 @@ class Batch:
         # Whole blocks only, but as many as the largest turn that is not refused.
         largest = min(settings.kv_budget_tokens, settings.model.max_context_tokens)
         blocks = max(settings.kv_budget_tokens // block, -(-largest // block))
-        self.pool = BlockPool(blocks, block)
+        self.pool = BlockPool(blocks, block, settings.min_shared_tokens)
         self.max_batch = min(settings.max_batch, cost.max_batch)
         self.prefill_tokens = settings.prefill_tokens_per_step
         self.prefill_tokens_beside = min(self.prefill_tokens, settings.prefill_tokens_beside_decoding)

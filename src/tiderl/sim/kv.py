@@ -48,8 +48,9 @@ class BlockPool:
     """Blocks of `block_tokens` positions. Free and cached blocks form one queue by the moment they were given back, the
     last block of a turn first: what is needed is taken from its front, so a context is lost from its end."""
 
-    def __init__(self, blocks: int, block_tokens: int) -> None:
-        self.blocks, self.block_tokens = blocks, block_tokens
+    def __init__(self, blocks: int, block_tokens: int, min_shared_tokens: int = 1) -> None:
+        """What tasks have in common is computed by each where it is less than `min_shared_tokens`."""
+        self.blocks, self.block_tokens, self.min_shared_tokens = blocks, block_tokens, min_shared_tokens
         self.used = 0  # by running turns, each prefix once
         self.cached = 0
         self.shared = 0  # blocks of prefixes, counted once for each running turn after the first
@@ -73,7 +74,7 @@ class BlockPool:
             end = self.whole_blocks_of(tokens - 1)
             if end * self.block_tokens >= context_tokens:
                 break
-            if end > first:
+            if end > first and tokens > self.min_shared_tokens:
                 prefix = self._prefixes.get(name)
                 if prefix is None:
                     prefix = self._prefixes[name] = Prefix(name, first, end - first)

@@ -75,6 +75,7 @@ class SimActor:
 
     async def backward(self, mb: MicroBatch, ref_logprobs: np.ndarray | None) -> None:
         """Raises `InvariantViolation` for a micro-batch that was not forwarded."""
+        self._on.require()
         name = (mb.update, mb.part, mb.index)
         if name not in self.forwarded:
             raise InvariantViolation(
@@ -137,6 +138,7 @@ class SimUpdate:
         self._actor.model.spent_s = {}
 
     async def finish(self) -> UpdateStats:
+        self._on.require()
         if self._running is None:
             raise InvariantViolation("finish without begin")
         await self._on.work(self._actor.model.swap_s("actor") + self._cost.optimizer_s)

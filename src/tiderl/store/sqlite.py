@@ -67,9 +67,14 @@ class Journal:
         self._db.execute("PRAGMA fullfsync=1")  # macOS: a sync that reaches the disk; nothing elsewhere
         self._db.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
         self._db.executescript(TABLES)
+        self._db.execute("INSERT OR IGNORE INTO meta VALUES('schema_version', ?)", (str(SCHEMA_VERSION),))
+        self._migrate()
+
+    def _migrate(self) -> None:
+        """A journal of schema 1 gets what schema 2 has; a newer one is not touched."""
         if not any(column[1] == "ready_update" for column in self._db.execute("PRAGMA table_info(trajectories)")):
-            self._db.execute("ALTER TABLE trajectories ADD COLUMN ready_update INTEGER")  # a journal of schema 1
-        self._db.execute("INSERT OR REPLACE INTO meta VALUES('schema_version', ?)", (str(SCHEMA_VERSION),))
+            self._db.execute("ALTER TABLE trajectories ADD COLUMN ready_update INTEGER")
+            self._db.execute("UPDATE meta SET value=? WHERE key='schema_version'", (str(SCHEMA_VERSION),))
 
     def _refuse_newer(self) -> None:
         found = self._db.execute("SELECT value FROM meta WHERE key='schema_version'").fetchone()

@@ -15,7 +15,6 @@ from tiderl.data.turns import EngineStats, PauseMode, Turn, TurnResult
 from tiderl.runtime.ports import Engine
 from tiderl.sim.faults.plan import Dice
 
-
 FAILED_LOADS_IN_A_ROW = 3
 """A transfer fails at most so often in a row: weights that never arrive whole are not the replica's fault."""
 

@@ -28,6 +28,8 @@ class FaultyEnvironments:
         self._inner, self.dice = inner, dice
         self.slots, self.has_expert = inner.slots, inner.has_expert
         self.worker_losses = 0
+        self.poisoned: dict[tuple[str, int, int], bool] = {}
+        """(Split, prompt, member) that have been opened, and whether they fail until calm."""
         self._thieves: dict[asyncio.Task[None], None] = {}
 
     async def start(self) -> None:
@@ -47,6 +49,9 @@ class FaultyEnvironments:
             thief = asyncio.get_running_loop().create_task(self._take_slot(prompt), name="lost slot")
             self._thieves[thief] = None
             thief.add_done_callback(self._thieves.pop)
+        member = (key.split, key.prompt_id, key.member)
+        if member not in self.poisoned:
+            self.poisoned[member] = self.dice.strikes("env_poisoned")
         return FaultyHandle(await self._inner.open(key, prompt), self, key)
 
     async def _take_slot(self, prompt: Prompt) -> None:
@@ -96,7 +101,8 @@ class FaultyHandle:
         owner.worker_losses += dice.strikes("env_worker_lost")
         if self._worker != owner.worker_losses:
             raise InfrastructureFault("the environment's worker died", where=where)
-        if dice.strikes("env_crash"):
+        poisoned = owner.poisoned[self._key.split, self._key.prompt_id, self._key.member] and not dice.calm()
+        if poisoned or dice.strikes("env_crash"):
             raise EnvironmentRaised("the environment raised", where=where)
         if dice.strikes("env_garbage"):
             raise EnvironmentNonsense("the reward is not finite", where=where)
