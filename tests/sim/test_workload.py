@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 
+import msgspec
 import pytest
 
 from tiderl.data.errors import ConfigurationError
@@ -103,6 +104,18 @@ def test_members_of_a_group_are_correlated_as_the_profile_says() -> None:
     other = first[1:] + first[:1]
     assert statistics.correlation(first, second) == pytest.approx(0.6, abs=0.05)
     assert statistics.correlation(first, other) == pytest.approx(0.0, abs=0.06)
+
+
+def test_action_lengths_of_a_group_are_correlated_as_the_profile_says_and_keep_their_distribution() -> None:
+    alike = workload(profile=msgspec.structs.replace(PROFILE, action_tokens=400.0, action_correlation=0.7))
+    lengths = [[math.log(alike.action_tokens(key(p, m), 1)) for p in range(3000)] for m in (0, 1)]
+    assert statistics.correlation(*lengths) == pytest.approx(0.7, abs=0.05)
+    assert statistics.pstdev(lengths[0]) == pytest.approx(PROFILE.action_sigma, rel=0.05)
+    assert statistics.median(lengths[0]) == pytest.approx(math.log(400.0), abs=0.03)
+    other_turn = [math.log(alike.action_tokens(key(p, 0), 2)) for p in range(3000)]
+    assert statistics.correlation(lengths[0], other_turn) == pytest.approx(0.0, abs=0.06)
+    apart = [[math.log(workload().action_tokens(key(p, m), 1)) for p in range(3000)] for m in (0, 1)]
+    assert statistics.correlation(*apart) == pytest.approx(0.0, abs=0.06), "not unless it is asked for"
 
 
 def test_waits_are_added_and_have_their_tail() -> None:

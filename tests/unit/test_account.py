@@ -109,7 +109,7 @@ def test_a_run_by_hand() -> None:
 
 def test_what_was_computed_before_and_why_it_is_again() -> None:
     def run(**second: Any) -> dict[str, float]:
-        # First turn 10 + 5 tokens; the second has 20: 14 were computed before (the last sampled one was not), 6 are new.
+        # First turn 10 + 5 tokens; the second has 20: 14 were computed before (not the last sampled one), 6 are new.
         return spent(
             started(1),
             state(0.0, 0, "rollout", "generating"),

@@ -253,6 +253,8 @@ class SimWorkloadConfig(Section):
     """Of resets and steps: they never answer, and end at `env.deadline_s`."""
     failure_fraction: Fraction = 0.0
     """Of resets and steps: they raise."""
+    action_correlation: Fraction = 0.0
+    """Of the lengths of a turn's actions, between the members of a group: answers to one question are alike."""
 
 
 def _workload(value: object) -> object:

@@ -143,3 +143,4 @@ class WorkloadProfile(msgspec.Struct, frozen=True):
     score_s: float = 0.0  # of the verifier after the last turn
     timeout_fraction: float = 0.0  # of resets and steps: they never answer
     failure_fraction: float = 0.0  # of resets and steps: they raise
+    action_correlation: float = 0.0  # of a turn's action lengths, between the members of a group

@@ -48,8 +48,8 @@ class Workload:
                 hint=f"give at least {self.first_observation_tokens + 1}",
             )
         self.system_tokens = min(round(profile.system_tokens), self.first_observation_tokens)
-        own = math.sqrt(1.0 - profile.group_correlation)
-        self._weights = (math.sqrt(profile.group_correlation), own)
+        self._weights = _shared_and_own(profile.group_correlation)
+        self._action_weights = _shared_and_own(profile.action_correlation)
         self._turns = Draws(seed, "workload", "turns")
         self._success = Draws(seed, "workload", "success")
         self._actions = Draws(seed, "workload", "action")
@@ -72,7 +72,11 @@ class Workload:
     def action_tokens(self, key: TaskKey, turn: int) -> int:
         """What the policy would say in the turn, stop token included, at least 1."""
         profile = self.profile
-        return _tokens(profile.action_tokens, profile.action_sigma, self._normal(self._actions, key, turn))
+        shared, own = self._action_weights
+        z = own * self._normal(self._actions, key, turn)
+        if shared:
+            z += shared * self._actions.normal(_group(key), -1, turn)
+        return _tokens(profile.action_tokens, profile.action_sigma, z)
 
     def shared_prompt(self, key: TaskKey) -> Shared:
         """What the task's context begins with: the environment's own part, then all of its prompt, the same for every
@@ -144,6 +148,11 @@ class Workload:
         group = _group(key)
         shared, own = self._weights
         return shared * draws.normal(group, -1) + own * draws.normal(group, key.member)
+
+
+def _shared_and_own(correlation: float) -> tuple[float, float]:
+    """Weights of two standard normals, one for the whole group, whose sum has this correlation within it."""
+    return math.sqrt(correlation), math.sqrt(1.0 - correlation)
 
 
 def _group(key: TaskKey) -> int:
