@@ -13,7 +13,7 @@ The engine is driven by `add` and `step`, so its scheduler, requests and log-pro
     prefill   prompt tokens per second to the first tokens of all (max_new_tokens 1); the bare forward computes the
               logits of the last position only, and keeps no KV
 
-`--clock cpu` counts the process's own seconds: the same on an idle machine, and the one of use on a busy one.
+`--clock cpu` counts the process's own seconds, for a busy machine; on an idle one they are the same.
 vLLM: eager, in one process, log-probs on; `--vllm PYTHON` runs it by another environment's Python.
 `--short` takes seconds and checks numbers, not speed: ids and log-probs are those of transformers.
 """
@@ -45,7 +45,7 @@ PREFILLS = ((1, 32), (8, 32), (32, 32), (1, 512), (8, 512))  # (sequences, token
 LOGPROB_TOLERANCE = 1e-5
 GROUPS, MEMBERS, TURNS, PROMPT_TOKENS, OBSERVATION_TOKENS, TURN_TOKENS = 8, 8, 4, 200, 30, 24
 CACHED_LIMIT = 0.95  # of the old context, in later turns
-TURN_LIMITS = {"generate": 1.0, "bare": 0.9, "long": 0.5}  # what the engine must reach, as a ratio
+LIMITS = {"generate": 1.0, "bare": 0.9, "long": 0.5}  # what the engine must reach, as a ratio
 
 Figures = dict[str, dict[str, list[float]]]  # case -> "alternative figure" -> one value a round
 
@@ -147,17 +147,17 @@ def missed(table: dict[str, dict[str, Any]]) -> list[str]:
     found = []
     for case, row in table.items():
         kind, tokens, batch = case.split(" ")
-        if kind == "prefill" and row["engine / bare prefill"] < TURN_LIMITS["bare"]:
+        if kind == "prefill" and row["engine / bare prefill"] < LIMITS["bare"]:
             found.append(f"{case}: {row['engine / bare prefill']:.2f} x the bare forward")
         if kind == "decode" and batch in ("8", "32"):
             found += [
                 f"{case}: {row[f'engine / generate {figure}']:.2f} x generate ({figure})"
                 for figure in ("decode", "request")
-                if row[f"engine / generate {figure}"] < TURN_LIMITS["generate"]
+                if row[f"engine / generate {figure}"] < LIMITS["generate"]
             ]
         if kind == "decode" and tokens == "512":
             share = row["engine decode"][0] / table[f"decode 32 {batch}"]["engine decode"][0]
-            if share < TURN_LIMITS["long"]:
+            if share < LIMITS["long"]:
                 found.append(f"{case}: {share:.2f} of the rate at 32")
     return found
 

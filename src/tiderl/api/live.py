@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from tiderl.api.live_bound import with_bound
 from tiderl.api.parts import (
     environment_names,
     host_specs,
@@ -225,6 +226,7 @@ class Driver:
             if self.began:
                 self._say(f"what was committed is kept; go on with: tiderl train --resume {self.directory.root}")
             raise
+        result = with_bound(result, self.resolved, self.directory)
         write_whole(self.directory.summary, json.dumps(result.to_json(), indent=1))
         self._draw_curves()
         return result

@@ -13,7 +13,7 @@ from tiderl.observe.metrics import RunMetrics
 from tiderl.runtime.ports import Recorder, Replay
 
 BOUND_FIGURES = ("bound_tokens_per_s", "rho", "rho_order", "binding")
-"""Of a simulation (`api/bound.py`)."""
+"""Of a simulation (`api/bound.py`), and of a run on real time (`api/live_bound.py`)."""
 
 
 @dataclass(frozen=True)

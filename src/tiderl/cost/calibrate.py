@@ -33,6 +33,7 @@ Simulated worlds that answer all at once are below 0.001, live workers between 0
 IDLE_ARRIVALS = 20
 """Turns that find their engine idle, from which the way to it is known; with fewer, the shortest ways of all count."""
 SHORT_WAY_QUANTILE = 0.05
+LOW_QUANTILE = 0.01
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Residual:
     """Weighted by fitted seconds."""
     p50: float
     p90: float
+    low: float = 1.0
+    """All but one in a hundred pieces took at least this part of their fitted seconds; at most 1."""
 
     def to_json(self) -> dict[str, float]:
         return {"pieces": self.pieces, "rms": self.rms, "p50": self.p50, "p90": self.p90}
@@ -138,7 +141,8 @@ def residual(seconds: np.ndarray, fitted: np.ndarray) -> Residual:
     off = np.abs(seconds[some] - fitted[some]) / fitted[some]
     rms = float(np.sqrt(np.average(off**2, weights=fitted[some]))) if some.any() else 0.0
     p50, p90 = (float(np.quantile(off, q)) for q in (0.5, 0.9)) if some.any() else (0.0, 0.0)
-    return Residual(len(seconds), rms, p50, p90)
+    low = float(np.quantile(seconds[some] / fitted[some], LOW_QUANTILE)) if some.any() else 1.0
+    return Residual(len(seconds), rms, p50, p90, min(1.0, max(0.0, low)))
 
 
 def _independent(features: np.ndarray) -> list[int]:

@@ -34,7 +34,8 @@ class CostModel:
     weight_bytes: int
     delta_fraction: float = 0.05  # of the weights that one update changes, for a weight sync by differences (assumed)
     pass_s: float = 0.0  # fixed, of each reference, forward or backward pass over a micro-batch
-    turn_s: float = 0.0  # of a turn outside engine and environment: messages, the driver's own work
+    turn_s: float = 0.0  # of a turn outside engine and environment: messages
+    driver_turn_s: float = 0.0  # of the driver for each turn that ends: it takes them up one by one
 
     @property
     def actor_token_s(self) -> float:

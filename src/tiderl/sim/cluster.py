@@ -57,6 +57,7 @@ class SimCluster:
         trains = hosts[actor_ranks[0]]
         shared = cost.divided_among(len(actor_ranks))
         transfer = SimTransfer(cost, trains, weight_sync)
+        driver = SimDriver(cost.driver_turn_s)
         self.engine_ranks = {replica: tuple(engine_ranks[replica]) for replica in sorted(engine_ranks)}
         self._engines = {
             replica: SimEngine(replica, [hosts[rank] for rank in ranks], cost, engine, workload, said, transfer)

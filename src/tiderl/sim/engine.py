@@ -17,6 +17,7 @@ from tiderl.data.records import TaskKey, WeightHandle
 from tiderl.data.settings import EngineSettings
 from tiderl.data.turns import EngineCapabilities, EngineStats, FinishReason, PauseMode, Turn, TurnResult
 from tiderl.sim.batch import Batch, Finished
+from tiderl.sim.driver import SimDriver
 from tiderl.sim.kv import Shared
 from tiderl.sim.ranks import SimRank
 from tiderl.sim.requests import Request
@@ -53,12 +54,14 @@ class SimEngine:
         talk: Talk,
         said: dict[TaskKey, tuple[int, int]],
         transfer: SimTransfer | None = None,
+        driver: SimDriver | None = None,
     ) -> None:
         self.replica = replica
         self.capabilities = EngineCapabilities(retain=True, offload=False)
         self._ranks, self._cost, self._settings = tuple(ranks), cost, settings
         self._talk, self._said = talk, said
         self._transfer = transfer if transfer is not None else SimTransfer(cost, self._ranks[0])
+        self._driver = driver if driver is not None else SimDriver(cost.driver_turn_s)
         self._numbers = itertools.count()
         self._version = NOT_LOADED
         self._paused = False
@@ -113,7 +116,9 @@ class SimEngine:
         elif self._batch.can_admit():
             self._interrupt()
         try:
-            return await request.future
+            result = await request.future
+            await self._driver.take_up()
+            return result
         except asyncio.CancelledError:
             self._abort(request)
             raise
