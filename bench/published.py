@@ -196,9 +196,7 @@ def arms(name: str, size: str) -> dict[str, Steady]:
     claim = TABLE["claims"][name]
     per_step = claim.get("updates_per_step", 1)
     return {
-        arm: steady(
-            claim["file"], overrides(claim, size, arm), skip=skip, leave=leave, updates_per_step=per_step
-        )
+        arm: steady(claim["file"], overrides(claim, size, arm), skip=skip, leave=leave, updates_per_step=per_step)
         for arm, (skip, leave) in claim["steady"].items()
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,18 @@ def test_turns_that_queue_while_none_runs_are_short_of_memory() -> None:
         committed(5.0, 0),
     )
     assert found == {"env_wait": 1.0, "kv_stall": 2.0, "useful_decode": 2.0}
+
+
+def test_a_turn_that_ends_the_smallest_possible_moment_before_the_commit() -> None:
+    before = math.nextafter(8.0, 0.0)
+    found = spent(
+        started(1),
+        state(0.0, 0, "rollout", "generating"),
+        admitted(0.0, 0),
+        turn(before, 0, 0, queued_s=0.0, prefill_s=0.0, decode_s=2.0),
+        committed(8.0, 0),
+    )
+    assert found == {"env_wait": 6.0, "useful_decode": 2.0}
 
 
 def test_ranks_of_one_trainer_are_charged_alike() -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tiderl.cost.calibrate import calibrate, conserving_fit, queue_ahead, turn_latency_s
+from tiderl.cost.calibrate import calibrate, driver_s, explained_by_queue, queue_ahead, to_engine_s
+from tiderl.cost.fits import conserving_fit
 from tiderl.cost.intervals import intervals_of
 from tiderl.cost.recorded import RESET, EnvCall, Recording, TurnFact, read_recording
 from tiderl.data.errors import ConfigurationError
@@ -264,23 +265,40 @@ def test_a_worker_that_serves_one_call_at_a_time_is_recognised_and_one_that_does
         read_recording([*events, *environment_events(one_at_a_time(20, 16, 0.003))], where="a run"), where="a run"
     )
     assert queued.env_step_s == pytest.approx(0.003, rel=0.02)
+    assert explained_by_queue(calls(*((begun, ended) for _, begun, ended in all_at_once(20, 16)))) < 0.02
     free = calibrate(read_recording([*events, *environment_events(all_at_once(20, 16))], where="a run"), where="a run")
     assert (free.env_step_s, free.env_reset_s) == (0.0, 0.0)
 
 
-def test_the_way_to_an_idle_engine_and_back_is_a_turns_latency() -> None:
+def told(ends: Iterator[tuple[int, float, float]]) -> list[TurnFact]:
+    """(step, ended, known to the driver) of turns of one engine, whose clock is 100 s behind."""
+    return [
+        TurnFact(TaskKey("train", 0, at), step, 0, 20, 3, 0, *[ended - 100.01] * 3, ended - 100, known, False)
+        for at, (step, ended, known) in enumerate(ends)
+    ]
+
+
+def bursts(service_s: float, message_s: float) -> Iterator[tuple[int, float, float]]:
+    """Each second a step ends 1 to 8 turns; the driver takes them up one by one, after the message."""
+    for step in range(1, 401):
+        for place in range(step % 8 + 1):
+            yield step, float(step), step + message_s + (place + 1) * service_s
+
+
+def test_what_the_driver_takes_for_each_turn_is_told_from_its_message() -> None:
+    turns = told(iter([(0, 0.5, 0.5), *bursts(0.0007, 0.002)]))  # the first one sets the clocks: it took no time
+    assert driver_s(turns) == pytest.approx((0.0007, 0.002), rel=0.1)
+    assert driver_s(told(bursts(0.0, 0.0))) == (0.0, 0.0)
+
+
+def test_the_way_to_an_idle_engine_is_known_from_those_who_found_it_idle() -> None:
     facts, steps = [], []
     for member in range(30):
         key, start_s = TaskKey("train", 0, member), float(member)
         steps.append(EnvCall(key, 0, start_s - 0.1, start_s))
-        # 4 ms to the engine, 10 ms in it; the clocks are 100 s apart, and every other answer takes 6 ms to come back.
-        added_s, ended_s = start_s + 0.004 - 100, start_s + 0.014 - 100
-        facts.append(
-            TurnFact(
-                key, 1, 0, 20, 3, 0, added_s, added_s, ended_s, ended_s, ended_s + 100 + 0.006 * (member % 2), False
-            )
-        )
-    assert turn_latency_s(Recording(turns=facts, env_calls=steps)) == pytest.approx(0.004 + 0.003)
+        added_s, ended_s = start_s + 0.004 - 100, start_s + 0.014 - 100  # 4 ms to the engine, 10 ms in it
+        facts.append(TurnFact(key, 1, 0, 20, 3, 0, added_s, added_s, ended_s, ended_s, ended_s + 100, False))
+    assert to_engine_s(Recording(turns=facts, env_calls=steps)) == pytest.approx(0.004)
 
 
 def test_a_run_of_too_few_turns_is_refused() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tiderl.cost.fits import ROUNDS, Residual, conserving_fit, residual
 from tiderl.cost.intervals import Intervals, intervals_of
 from tiderl.cost.model import CostModel
 from tiderl.cost.recorded import RESET, EnvCall, PassKind, Recording, TurnFact
@@ -21,35 +22,16 @@ MIN_TURNS = 50
 """Fewer say nothing reliable about four constants of the engine."""
 MIN_CERTAIN = 20
 """Intervals with a certain count of iterations from which the first fit is made; with fewer, from all."""
-ROUNDS = 8
-"""Of counting iterations and fitting, and of weighting: both settle in three or four."""
 ENGINE = ("iteration_s", "sequence_s", "context_token_s", "prefill_token_s")
 TRAINER = ("reference_token_s", "forward_token_s", "backward_token_s", "pass_s")
-ROUNDING = 1e-9
-"""A constant that explains less of all seconds than this is 0."""
 SERIAL_SHARE = 0.03
 """Environment calls are served one at a time where a queue explains at least this share of their seconds' variance.
 Simulated worlds that answer all at once are below 0.001, live workers between 0.06 and 0.6."""
 IDLE_ARRIVALS = 20
 """Turns that find their engine idle, from which the way to it is known; with fewer, the shortest ways of all count."""
 SHORT_WAY_QUANTILE = 0.05
-LOW_QUANTILE = 0.01
-
-
-@dataclass(frozen=True)
-class Residual:
-    """Of one fit: how far pieces of work are from their fitted seconds, relative to what is fitted."""
-
-    pieces: int
-    rms: float
-    """Weighted by fitted seconds."""
-    p50: float
-    p90: float
-    low: float = 1.0
-    """All but one in a hundred pieces took at least this part of their fitted seconds; at most 1."""
-
-    def to_json(self) -> dict[str, float]:
-        return {"pieces": self.pieces, "rms": self.rms, "p50": self.p50, "p90": self.p90}
+CLOCK_ROUNDING_S = 1e-7
+"""Of a turn: shorter ways to the driver are differences of floats."""
 
 
 @dataclass(frozen=True)
@@ -104,55 +86,13 @@ def calibrate(recording: Recording, *, where: str) -> Calibration:
         constants["load_s"] = _load_s(recording)
     else:
         unknown.append("load_s")
-    constants["turn_s"] = turn_latency_s(recording)
+    constants["driver_turn_s"], message_s = driver_s(recording.turns)
+    constants["turn_s"] = to_engine_s(recording) + message_s
     step_s, reset_s, calls = _environment(recording.env_calls)
     if calls is not None:
         residuals["environment calls"] = calls
     score_s = float(np.mean(recording.score_s)) if recording.score_s else 0.0
     return Calibration(constants, step_s, reset_s, score_s, residuals, tuple(unknown))
-
-
-def conserving_fit(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Non-negative constants, float64 [k], of `features` @ constants ~ `seconds`, whose sums agree.
-
-    `features` float64 [n, k]. Weighted least squares with weights 1 / fitted, renewed until they settle: the score
-    equations of a quasi-Poisson model (McCullagh and Nelder, 1989), whose solution keeps the total. Columns that
-    depend on earlier ones get 0.
-    """
-    from scipy.optimize import nnls
-
-    scale = np.maximum(features.max(axis=0), np.finfo(np.float64).tiny)
-    used = _independent(features / scale)
-    columns = features[:, used] / scale[used]
-    fitted = np.full(len(seconds), seconds.mean())
-    for _ in range(ROUNDS):
-        weights = 1 / np.sqrt(np.maximum(fitted, 1e-6 * seconds.mean() + np.finfo(np.float64).tiny))
-        solution = nnls(columns * weights[:, None], seconds * weights)[0]
-        fitted = columns @ solution
-    solution[columns.sum(axis=0) * solution < ROUNDING * seconds.sum()] = 0.0
-    constants = np.zeros(features.shape[1])
-    constants[used] = solution / scale[used]
-    return constants
-
-
-def residual(seconds: np.ndarray, fitted: np.ndarray) -> Residual:
-    """Relative to the fitted seconds; pieces that are fitted with none are left out."""
-    some = fitted > 0
-    off = np.abs(seconds[some] - fitted[some]) / fitted[some]
-    rms = float(np.sqrt(np.average(off**2, weights=fitted[some]))) if some.any() else 0.0
-    p50, p90 = (float(np.quantile(off, q)) for q in (0.5, 0.9)) if some.any() else (0.0, 0.0)
-    low = float(np.quantile(seconds[some] / fitted[some], LOW_QUANTILE)) if some.any() else 1.0
-    return Residual(len(seconds), rms, p50, p90, min(1.0, max(0.0, low)))
-
-
-def _independent(features: np.ndarray) -> list[int]:
-    """Columns that are not 0 and no combination of earlier ones."""
-    kept: list[int] = []
-    for column in range(features.shape[1]):
-        trial = [*kept, column]
-        if np.linalg.matrix_rank(features[:, trial]) == len(trial):
-            kept = trial
-    return kept
 
 
 # ---------------------------------------------------------------------------------------------- the engine
@@ -161,10 +101,8 @@ def _independent(features: np.ndarray) -> list[int]:
 def _engine(recording: Recording, where: str) -> tuple[np.ndarray, np.ndarray]:
     """The busy intervals of all replicas, undisturbed ones: features [n, 4] and seconds [n]. Iterations are counted
     anew with what was fitted, until no count changes."""
-    replicas = sorted({turn.replica for turn in recording.turns})
     found: list[Intervals] = []
-    for replica in replicas:
-        turns = [turn for turn in recording.turns if turn.replica == replica]
+    for replica, turns in sorted(_by_replica(recording.turns).items()):
         intervals = intervals_of(turns, _disturbances(recording, replica, turns))
         if intervals is not None:
             found.append(intervals)
@@ -209,18 +147,34 @@ def clock_behind_s(turns: Sequence[TurnFact]) -> float:
     return min(turn.t_s - turn.ended_s for turn in turns)
 
 
-def turn_latency_s(recording: Recording) -> float:
-    """Mean seconds of a turn outside engine and environment: to the engine, where it was idle, and back."""
-    replicas: dict[int, list[TurnFact]] = {}
-    for turn in recording.turns:
-        replicas.setdefault(turn.replica, []).append(turn)
+def driver_s(turns: Sequence[TurnFact]) -> tuple[float, float]:
+    """Seconds of the driver for each turn that ends, and of the message that tells it: a stretch in which some turn has
+    ended and the driver does not know yet lasts one message and as many turns as are in it."""
+    behind_s = {replica: clock_behind_s(of_replica) for replica, of_replica in _by_replica(turns).items()}
+    rows: list[list[float]] = []
+    stretches: list[float] = []
+    begun_s = known_s = -np.inf
+    for ended_s, told_s in sorted((turn.ended_s + behind_s[turn.replica], turn.t_s) for turn in turns):
+        if ended_s > known_s:
+            rows.append([0.0, 1.0])
+            stretches.append(0.0)
+            begun_s = ended_s
+        known_s = max(known_s, told_s)
+        rows[-1][0] += 1
+        stretches[-1] = max(0.0, known_s - begun_s)
+    if sum(stretches) < CLOCK_ROUNDING_S * len(turns):
+        return 0.0, 0.0
+    turn_s, message_s = conserving_fit(np.array(rows), np.array(stretches))
+    return float(turn_s), float(message_s)
+
+
+def to_engine_s(recording: Recording) -> float:
+    """Mean seconds from a step's end to an engine that was idle."""
     sent_s = {(call.key, call.turn): call.ended_s for call in recording.env_calls if call.turn != RESET}
     ways: list[float] = []
     idle_ways: list[float] = []
-    back: list[float] = []
-    for turns in replicas.values():
+    for turns in _by_replica(recording.turns).values():
         behind_s = clock_behind_s(turns)
-        back += [turn.t_s - turn.ended_s - behind_s for turn in turns]
         begins = np.sort([turn.added_s for turn in turns])
         ends = np.sort([turn.ended_s for turn in turns])
         for turn in turns:
@@ -233,8 +187,14 @@ def turn_latency_s(recording: Recording) -> float:
                 idle_ways.append(ways[-1])
     if not ways:
         return 0.0
-    to_engine = np.mean(idle_ways) if len(idle_ways) >= IDLE_ARRIVALS else np.quantile(ways, SHORT_WAY_QUANTILE)
-    return float(to_engine + np.mean(back))
+    return float(np.mean(idle_ways) if len(idle_ways) >= IDLE_ARRIVALS else np.quantile(ways, SHORT_WAY_QUANTILE))
+
+
+def _by_replica(turns: Sequence[TurnFact]) -> dict[int, list[TurnFact]]:
+    found: dict[int, list[TurnFact]] = {}
+    for turn in turns:
+        found.setdefault(turn.replica, []).append(turn)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- the trainer

@@ -278,12 +278,12 @@ class Account:
         here = Shares(np.array([since_s]), np.array([until_s]), trains, (since_s, until_s))
         starts = np.array([start for start, _, _ in states])
         edges = np.unique(np.concatenate([busy.edges, queue.edges, here.edges, starts]))
-        middle = (edges[:-1] + edges[1:]) / 2
-        idle = (busy.count_at(middle) == 0) & (here.count_at(middle) > 0)
-        stalled = idle & (queue.count_at(middle) > 0)
+        begins = edges[:-1]  # not the middles: between neighbouring floats there is none
+        idle = (busy.count_at(begins) == 0) & (here.count_at(begins) > 0)
+        stalled = idle & (queue.count_at(begins) > 0)
         lengths = np.diff(edges)
         self._spent["kv_stall"] += float(lengths[stalled].sum())
-        state_at = np.searchsorted(starts, middle, side="right") - 1
+        state_at = np.searchsorted(starts, begins, side="right") - 1
         sums = np.bincount(state_at[idle & ~stalled] + 1, lengths[idle & ~stalled], minlength=len(states) + 1)
         for seconds, (_, _, activity) in zip(sums[1:], states, strict=True):
             self._spent[IDLE.get(activity, "other")] += float(seconds)

@@ -15,6 +15,7 @@ from tiderl.data.records import TaskKey
 from tiderl.data.settings import EngineSettings
 from tiderl.runtime.ports import RankChange
 from tiderl.sim.behaviour import Behaviour
+from tiderl.sim.driver import SimDriver
 from tiderl.sim.engine import SimEngine
 from tiderl.sim.mixture import WorkloadMixture
 from tiderl.sim.ranks import SimRank, Team
@@ -60,7 +61,7 @@ class SimCluster:
         driver = SimDriver(cost.driver_turn_s)
         self.engine_ranks = {replica: tuple(engine_ranks[replica]) for replica in sorted(engine_ranks)}
         self._engines = {
-            replica: SimEngine(replica, [hosts[rank] for rank in ranks], cost, engine, workload, said, transfer)
+            replica: SimEngine(replica, [hosts[rank] for rank in ranks], cost, engine, workload, said, transfer, driver)
             for replica, ranks in self.engine_ranks.items()
         }
         self.engines: Mapping[int, SimEngine] = self._engines

@@ -42,7 +42,7 @@ class SimEngine:
     """One replica on `ranks`; they are all occupied while it loads weights.
 
     `said` is shared by all engines of a cluster: tokens already sampled of a turn that was interrupted, so that it goes
-    on with the rest. `transfer`: how weights come here; without one they are read.
+    on with the rest. `transfer`: how weights come here; without one they are read. `driver`: who takes up what ends.
     """
 
     def __init__(
