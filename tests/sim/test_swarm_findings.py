@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from support.virtual_runs import HEAVY_TAIL, books_balance, virtual_run
 
-from tiderl.data.errors import InfrastructureFault, RankLost
-from tiderl.data.events import Fault, VersionLoaded
+from tiderl.data.errors import EnvironmentRaised, InfrastructureFault, RankLost
+from tiderl.data.events import Dropped, Fault, VersionLoaded
 from tiderl.data.records import MicroBatch, TaskKey, WeightHandle
 from tiderl.data.turns import Sampling, Turn
 from tiderl.runtime.ports import Ports
@@ -212,3 +212,18 @@ def test_an_empty_replica_loads_nothing_older_than_what_its_surviving_tasks_have
 
     run_virtual(main)
     assert cluster.engines[0].loaded == [0, 3, *reloaded]
+
+
+def test_a_task_that_is_cancelled_before_its_first_step_gives_its_slot_back() -> None:
+    """All members of the first prompt fail at once, one of them for good: those that were started again in the same
+    instant are cancelled before they begin. Their replica would count as busy for ever, and `sync` never load again."""
+
+    def fault(key: TaskKey, turn: int) -> Exception | None:
+        if (key.split, key.prompt_id) != ("train", 0):
+            return None
+        return EnvironmentRaised("poisoned") if key.member == 1 else InfrastructureFault("the worker died")
+
+    run = virtual_run(["schedule.strategy=sync", "eval.every_updates=0"], fault=fault)
+    assert {event.reason for event in run.log.of(Dropped)} >= {"group_dropped", "environment_raised"}
+    assert run.outcome.outcome == "done"
+    assert books_balance(run.replay) == []

@@ -124,7 +124,8 @@ def test_every_command_line_that_is_shown_works(path: Path) -> None:
         overrides = [text for text in given.get("override") or [] if "…" not in text]
         config = given.get("config")
         if config is not None and str(config).endswith(".yaml"):
-            command = "sim" if context.info_name == "sim" else "train"
+            virtual = context.info_name == "sim" or (context.info_name == "compare" and not given.get("live"))
+            command = "sim" if virtual else "train"
             prepare(ROOT / config, overrides, command=command)
         elif context.info_name == "train":
             resume_overrides(overrides)

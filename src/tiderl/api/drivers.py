@@ -7,7 +7,8 @@ Puts faults and checks around the simulated ports. Knows neither what the faults
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,7 +23,7 @@ from tiderl.runtime.run import Run
 from tiderl.sim.checks.watch import Checks
 from tiderl.sim.crashes import DriverKilled
 from tiderl.sim.faults.cluster import with_faults
-from tiderl.sim.faults.plan import Dice, FaultPlan, draw_probabilities
+from tiderl.sim.faults.plan import FAULTS, Dice, FaultPlan, draw_probabilities
 from tiderl.sim.faults.store import DriverLife
 from tiderl.sim.faults.trainer import Damage
 from tiderl.store.memory import MemoryLedger
@@ -31,9 +32,13 @@ TAIL_ROWS = 12
 """A power cut loses at most so many rows of the journal's tail."""
 MAX_IDLE_DRIVERS = 100
 """Drivers in a row without an update, after which nothing will come of the run."""
-OPERATOR_HELPS = (CheckpointError, HopelessEnvironment, RankLost)
-"""What may end a driver while faults go on: the disk is full, the environment only fails, a rank dies again and again.
-A run that is resumed afterwards must end as if it had not happened."""
+OPERATOR_HELPS: Mapping[type[TideError], tuple[str, ...]] = {
+    CheckpointError: ("write_fails",),
+    HopelessEnvironment: tuple(name for name in FAULTS if name.startswith(("env_", "verifier_"))),
+    RankLost: ("trainer_crash", "crash_before_publish", "crash_after_publish", "engine_crash"),
+}
+"""What may end a driver, and the faults that explain it: the disk is full, the environment only fails, a rank dies in
+one step again and again. Where one of them struck, somebody resumes the run, and it must end as if it had not been."""
 
 
 @dataclass
@@ -103,6 +108,7 @@ class VirtualRun:
         if self.checks is not None:
             ports = self.checks.above(ports)
         run = self.make_run(ports, self.settings, self.resolved.strategy, reported_updates=reported.updates)
+        fired = Counter(self.dice.fired) if self.dice is not None else Counter()
         running = asyncio.get_running_loop().create_task(run.run(), name="run")
         life.stop, life.cancel = run.request_stop, running.cancel
         try:
@@ -114,15 +120,17 @@ class VirtualRun:
                 raise
             return False
         except TideError as error:
-            if not life.alive or self._forgivable(error):
+            if not life.alive or self._forgivable(error, fired):
                 return False
             raise
         finally:
             await ports.environments.close()
             await ports.cluster.close()
 
-    def _forgivable(self, error: TideError) -> bool:
-        return self.dice is not None and not self.dice.calm() and isinstance(error, OPERATOR_HELPS)
+    def _forgivable(self, error: TideError, before: Counter[str]) -> bool:
+        """A fault that struck this driver explains the error. `before`: what had struck until it began."""
+        explained = OPERATOR_HELPS.get(type(error), ())
+        return self.dice is not None and any(self.dice.fired[name] > before[name] for name in explained)
 
     def _reopen(self, *, killed: bool) -> None:
         """What is left of the journal."""

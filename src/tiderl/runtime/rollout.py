@@ -167,19 +167,30 @@ class Rollout:
         self.waiting.extend((group, member) for member in group.members)
 
     def _start_member(self, tasks: asyncio.TaskGroup, group: Group, member: Member, replica: int) -> None:
-        self._count(self.training_tasks, replica, 1)
         key = TaskKey("train", group.prompt_id, member.number, member.attempt)
         task = tasks.create_task(self._run_member(group, member, key, replica), name=f"task {key}")
+        self._charge(task, self.training_tasks, replica)
         self.group_tasks.setdefault(group.prompt_id, []).append(task)
         self._emit_admitted(key, member.trajectory_id, replica)
 
     def _start_eval(self, tasks: asyncio.TaskGroup, replica: int) -> None:
-        self._count(self.eval_tasks, replica, 1)
         job, key = self.evaluator.take(replica)
         if not job.waiting:
             self.publisher.ask_all()
-        tasks.create_task(self._run_eval(job, key, replica), name=f"task {key}")
+        task = tasks.create_task(self._run_eval(job, key, replica), name=f"task {key}")
+        self._charge(task, self.eval_tasks, replica)
         self._emit_admitted(key, -1, replica)
+
+    def _charge(self, task: asyncio.Task[None], tasks: dict[int, int], replica: int) -> None:
+        """The task takes a slot of the replica until it ends. Its own `finally` would not do: one that is cancelled
+        before its first step never gets there."""
+
+        def credit(_: asyncio.Task[None]) -> None:
+            self._count(tasks, replica, -1)
+            self.wakeup.notify()
+
+        self._count(tasks, replica, 1)
+        task.add_done_callback(credit)
 
     def _player(self, key: TaskKey, trajectory_id: int, prompt: Prompt, replica: int, limits: TaskLimits) -> TaskPlayer:
         return TaskPlayer(
@@ -209,8 +220,6 @@ class Rollout:
             self._failed(group, member, fault, player.record.length)
         finally:
             self.players.pop(player.trajectory_id, None)
-            self._count(self.training_tasks, replica, -1)
-            self.wakeup.notify()
 
     async def _run_eval(self, job: EvalJob, key: TaskKey, replica: int) -> None:
         player = self._player(key, -1, self.evaluator.prompts[key.prompt_id], replica, self.eval_limits)
@@ -226,9 +235,6 @@ class Rollout:
         else:
             self._emit_finished(trajectory)
             self.evaluator.finished(job, replica, trajectory)
-        finally:
-            self._count(self.eval_tasks, replica, -1)
-            self.wakeup.notify()
 
     async def _finished(self, group: Group, member: Member, trajectory: Trajectory) -> None:
         sha256 = await self.journal.store(trajectory)
