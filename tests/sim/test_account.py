@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from support.virtual_runs import HEAVY_TAIL, virtual_run
 
@@ -82,3 +84,22 @@ def test_folding_changes_no_sum(monkeypatch, strategy: str) -> None:
     monkeypatch.setattr(account_module, "FOLD_TURNS", 5)
     folded = account_of(run.log)
     assert folded == pytest.approx(at_once, rel=1e-9, abs=1e-9)
+
+
+def test_what_a_dead_trainer_had_done_and_its_absence_are_no_useful_work() -> None:
+    plain = account_of(virtual_run(["eval.every_updates=0"]).log)
+    lost: list[float] = []
+
+    async def beside(run, ports) -> None:
+        while not (run._training and run._training.buffer.taken):
+            await asyncio.sleep(0.001)
+        ports.cluster.lose(1)
+        lost.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(5.0)
+        ports.cluster.restore(1)
+
+    found = account_of(virtual_run(["eval.every_updates=0"], beside=beside).log)
+    assert lost
+    assert found["useful_train"] == pytest.approx(plain["useful_train"], rel=0.02)
+    assert found["restart"] > 5.0
+    assert abs(found["other"]) < 1e-6

@@ -64,13 +64,6 @@ def test_a_simple_schedule_reaches_the_floor_of_each_family_where_its_own_resour
     assert (found["measured"] >= wanted["floor"]) != bool(wanted.get("outside"))
 
 
-def test_without_a_cap_on_tasks_the_rollout_family_stays_far_below_its_floor() -> None:
-    """All groups end late and together: why the floor is that of a schedule with a cap."""
-    capped, free = published.floor("rollout", "short"), published.floor("rollout", "short", capped=False)
-    assert free["binding"] == capped["binding"] == "rollout"
-    assert free["measured"] < 0.75 * capped["measured"]
-
-
 def test_every_claim_names_its_source_and_its_workloads_resolve() -> None:
     for name, claim in published.TABLE["claims"].items():
         assert claim["source"] and claim["says"], name

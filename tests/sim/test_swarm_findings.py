@@ -223,7 +223,7 @@ def test_a_task_that_is_cancelled_before_its_first_step_gives_its_slot_back() ->
             return None
         return EnvironmentRaised("poisoned") if key.member == 1 else InfrastructureFault("the worker died")
 
-    run = virtual_run(["schedule.strategy=sync", "eval.every_updates=0"], fault=fault)
+    run = virtual_run(["schedule.strategy=sync", "cluster.ranks=1", "eval.every_updates=0"], fault=fault)
     assert {event.reason for event in run.log.of(Dropped)} >= {"group_dropped", "environment_raised"}
     assert run.outcome.outcome == "done"
     assert books_balance(run.replay) == []

@@ -258,3 +258,33 @@ def test_five_thousand_tasks_give_one_log_in_two_processes() -> None:
     first = log_of("1")
     assert len(first) == 64
     assert first == log_of("2")
+
+
+def test_an_interruption_ends_every_task_in_order_and_says_nothing(capsys) -> None:
+    ended: list[str] = []
+
+    async def wait(name: str) -> None:
+        try:
+            await asyncio.sleep(100.0)
+        finally:
+            ended.append(f"{name} {asyncio.get_running_loop().time():g}")
+
+    async def interrupted() -> None:
+        await asyncio.sleep(1.0)
+        raise KeyboardInterrupt
+
+    async def main() -> None:
+        try:
+            async with asyncio.TaskGroup() as outer:
+                outer.create_task(wait("outer"))
+                async with asyncio.TaskGroup() as inner:
+                    inner.create_task(wait("inner"))
+                    inner.create_task(interrupted())
+        finally:
+            ended.append(f"main {asyncio.get_running_loop().time():g}")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_virtual(main)
+    gc.collect()
+    assert sorted(ended) == ["inner 1", "main 1", "outer 1"]
+    assert capsys.readouterr().err == ""

@@ -191,6 +191,11 @@ def test_a_missing_file_names_the_similar_one(tmp_path: Path) -> None:
             "schedule.publish_every_updates",
             "max_staleness + 1 = 1",
         ),
+        (
+            ["schedule.strategy=sync", "schedule.staleness_counts=window", "schedule.publish_every_updates=2"],
+            "schedule.publish_every_updates",
+            "max_staleness + 1 = 1",
+        ),
         (["algorithm.group_size=1"], "algorithm.group_size", "at least 2"),
         (["model.hidden=66"], "model.hidden", "66 over 4 heads"),
         (["model.hidden=12"], "model.hidden", "even head size"),

@@ -45,6 +45,7 @@ def view(**changes) -> AdmissionView:
         "eval_version": None,
         "member_min_version": None,
         "start": StartView(started_groups=0, total_groups=8, global_batch_groups=2, max_staleness=1),
+        "replica_slots": 10,
     }
     return AdmissionView(**{**values, **changes})
 
@@ -74,6 +75,18 @@ def test_a_group_starts_where_the_bucket_of_that_version_allows() -> None:
     replicas = [ReplicaView(0, version=0, tasks=0), ReplicaView(1, version=1, tasks=9)]
     start = StartView(started_groups=4, total_groups=8, global_batch_groups=2, max_staleness=1)
     assert next_admission(view(replicas=replicas, start=start)) == Admission("group", 1)
+
+
+@pytest.mark.parametrize("waits", [{}, {"member_min_version": 1}, {"eval_version": 1}])
+def test_the_first_replica_with_a_new_version_takes_no_more_than_its_part(waits) -> None:
+    """The others load it a moment later. Without parts it would take all that wait for the version."""
+    start = StartView(started_groups=4, total_groups=8, global_batch_groups=2, max_staleness=1)
+    first = {"replicas": [ReplicaView(0, version=0, tasks=0), ReplicaView(1, version=1, tasks=4)], "start": start}
+    assert next_admission(view(**first, **waits, replica_slots=4)) == Blocked("slots")
+    assert isinstance(next_admission(view(**first, **waits, replica_slots=5)), Admission)
+    second = {**first, "replicas": [ReplicaView(0, version=1, tasks=0), ReplicaView(1, version=1, tasks=4)]}
+    admitted = next_admission(view(**second, **waits, replica_slots=4))
+    assert isinstance(admitted, Admission) and admitted.replica == 0
 
 
 @given(st.lists(st.integers(1, 300), max_size=40), st.integers(50, 400))

@@ -15,7 +15,7 @@ from tiderl.api.live import train
 from tiderl.api.virtual import simulate
 from tiderl.config.load import Loaded, load_config
 from tiderl.config.machine import prepare
-from tiderl.data.errors import ConfigurationError
+from tiderl.data.errors import ConfigurationError, RunStopped
 from tiderl.schedule.strategy import get
 
 STRATEGY_KEY = "schedule.strategy"
@@ -56,6 +56,12 @@ def compare(
         if live:
             named = [f"run={loaded.config.run}-{name}"] if loaded.config.run else []
             results[name] = train(config, [*changed, *named]).to_json()
+            if results[name]["outcome"] == "stopped":
+                raise RunStopped(
+                    f"stopped in {name}, strategy {number} of {len(runs)}; nothing is compared",
+                    where=str(results[name]["run_dir"]),
+                    hint="what each strategy did is in its run directory",
+                )
         else:
             results[name] = simulate(config, changed).to_json()
     first = results[strategies[0]]["goodput_tokens_per_s"]

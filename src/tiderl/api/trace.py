@@ -33,9 +33,8 @@ from tiderl.sim.traces import TracedTrajectory, read_trace
 COMPARED = ("step_s", "goodput_tokens_per_s", "staleness_mean_tokens")
 """Figures that are predicted and measured."""
 SAME_RUN = ("run", "train.updates", "sim.", "log.")
-"""Keys, and sections with a final point, that change nothing in what was measured."""
-MODELLED = ("env.workers", "env.isolation")
-"""What only a replay of recorded calls models in virtual time."""
+"""Keys, and sections with a final point, that change nothing in what was measured; `train.updates` is compared with
+the updates that ran, for a run may have ended before."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,15 @@ def replay(
     if config is not None:
         what = "a recorded run brings its own configuration"
         raise ConfigurationError(what, where=str(config), hint="leave the file out, change keys with -o")
-    source = recorded(trace)
+    source = _recorded_or_file(trace)
     costs = source if calibrated_by is None else recorded(calibrated_by)
     fitted = calibrated(costs)
-    resolved, as_it_was = _configuration(source, overrides)
+    resolved = _ignoring(_configuration(source, overrides), source.where, fitted, costs.where)
     groups = groups_of_run(source.recording, fitted, group_size=source.run.config.algorithm.group_size)
     workload = _workload(resolved, groups["train"], groups["eval"], source.where, fitted.score_s)
     world = simulated_world(resolved, recorded=workload)
     world = replace(world, cost=fitted.applied(world.cost))
-    measured = source.metrics if as_it_was else None
+    measured = source.metrics if _as_it_was(source, resolved) else None
 
     def told(run: Played) -> Result:
         return run.result(
@@ -98,6 +97,15 @@ def replay(
         )
 
     return kept(resolved, world, save, told)
+
+
+def _recorded_or_file(trace: str | Path) -> Recorded:
+    try:
+        return recorded(trace)
+    except ConfigurationError as error:
+        if error.what != "no such run":
+            raise
+        raise ConfigurationError("no such run or file", where=error.where, hint=error.hint) from None
 
 
 def recorded(run: str | Path) -> Recorded:
@@ -145,27 +153,65 @@ def calibration_figures(fitted: Calibration, where: str) -> dict[str, Any]:
     }
 
 
-def _configuration(source: Recorded, overrides: Sequence[str]) -> tuple[Resolved, bool]:
-    """The run's configuration under `overrides`, as long as the run really was; and whether it still is that run.
+def _configuration(source: Recorded, overrides: Sequence[str]) -> Resolved:
+    """The run's configuration under `overrides`, as long as the run really was unless they say otherwise.
 
     With overrides, what a strategy or `auto` decided in the recorded run is decided anew.
     """
-    path, updates = source.run.directory.config, source.metrics.updates
+    path = source.run.directory.config
     given = {override.partition("=")[0].strip() for override in overrides}
     defaults = dict(leaves(dump(Config())))
     anew = [f"{key}={defaults[key]}" for key in derived_keys(path) if key in defaults] if overrides else []
-    loaded = load_config(path, [*anew, f"train.updates={max(1, updates)}", *overrides])
+    loaded = load_config(path, [*anew, f"train.updates={_updates(source)}", *overrides])
     resolved = _resolved(loaded, live=source.live)
+    return replace(resolved, no_effect=tuple(item for item in resolved.no_effect if _told(item.key, given)))
+
+
+def _updates(source: Recorded) -> int:
+    return max(1, source.metrics.updates)
+
+
+def _told(key: str, given: set[str]) -> bool:
+    """Whether an override names the key, a mapping around it or a part of it."""
+    return any(key == one or key.startswith(f"{one}.") or one.startswith(f"{key}.") for one in given)
+
+
+def _as_it_was(source: Recorded, resolved: Resolved) -> bool:
+    """Whether what runs is what was measured: keys that the replay ignores do not count."""
     before, now = (dict(leaves(dump(config))) for config in (source.run.config, resolved.config))
-    changed = [key for key in before | now if before.get(key) != now.get(key) and not key.startswith(SAME_RUN)]
-    return replace(resolved, no_effect=tuple(item for item in resolved.no_effect if item.key in given)), not changed
+    ignored = {item.key for item in resolved.no_effect}
+    changed = [
+        key
+        for key in before | now
+        if before.get(key) != now.get(key) and not key.startswith(SAME_RUN) and not _told(key, ignored)
+    ]
+    return not changed and resolved.config.train.updates == _updates(source)
+
+
+def _ignoring(resolved: Resolved, where: str, fitted: Calibration | None, costs_of: str | None) -> Resolved:
+    """With what `-o` gives and the replay ignores among `no_effect`."""
+
+    def costs(config: Config) -> tuple[CostModel, EngineSettings]:
+        world = simulated_world(replace(resolved, config=config), recorded=NO_TASKS)
+        return (world.cost if fitted is None else fitted.applied(world.cost)), world.engine
+
+    found = without_effect_in_replay(
+        resolved.config,
+        {key for key, origin in resolved.loaded.origins.items() if origin == "-o"},
+        where=where,
+        costs_of=costs_of,
+        serves=fitted is not None and where == costs_of and (fitted.env_step_s > 0 or fitted.env_reset_s > 0),
+        same_world=lambda other: costs(other) == costs(resolved.config),
+    )
+    known = {item.key for item in resolved.no_effect}
+    return replace(resolved, no_effect=(*resolved.no_effect, *(item for item in found if item.key not in known)))
 
 
 def _resolved(loaded: Loaded, *, live: bool) -> Resolved:
     """A live run's ranks are laid out as live: several do not train together."""
     folder = model_folder(loaded, whole=False)
     resolved = resolve(loaded, command="sim", model_folder=folder)
-    no_effect = tuple(item for item in resolved.no_effect if item.key not in MODELLED)
+    no_effect = tuple(item for item in resolved.no_effect if without_place(item.key) not in SERVED)
     if live:
         resolved = resolve(loaded, command="train", model_folder=folder)
     return replace(resolved, no_effect=no_effect)

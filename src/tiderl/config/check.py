@@ -177,7 +177,8 @@ def _check_batch(loaded: Loaded) -> None:
 def _check_schedule(loaded: Loaded, strategy: Strategy) -> None:
     schedule = loaded.config.schedule
     bound = schedule.max_staleness if strategy.max_staleness is None else strategy.max_staleness
-    if schedule.staleness_counts == "oldest_token" and schedule.publish_every_updates > bound + 1:
+    strict = schedule.staleness_counts == "oldest_token" or strategy.max_staleness == 0
+    if strict and schedule.publish_every_updates > bound + 1:
         raise loaded.refuse(
             "schedule.publish_every_updates",
             f"{schedule.publish_every_updates} is more than max_staleness + 1 = {bound + 1}: tokens would get too old",

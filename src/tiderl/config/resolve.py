@@ -206,6 +206,7 @@ def _strategys_keys(config: Config, strategy: Strategy) -> list[str]:
         "algorithm.loss": config.algorithm.loss == "auto",
         "rollout.kv_policy": config.rollout.kv_policy == "auto",
         "schedule.max_staleness": strategy.max_staleness is not None,
+        "schedule.staleness_counts": config.schedule.staleness_counts != _counts(config, strategy),
         "cluster.rollout_ranks": strategy.all_ranks_generate or config.cluster.rollout_ranks == "auto",
     }
     return [key for key, decided in keys.items() if decided]

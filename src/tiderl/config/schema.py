@@ -60,6 +60,10 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
+Sigma = Annotated[float, Field(ge=0.0, le=10.0)]
+"""Of a lognormal: beyond e^10 between one deviation and the median nothing is meant, and draws overflow."""
+Median = Annotated[float, Field(gt=0.0, le=1.0e9)]
+"""Of turns or tokens: more than any context holds."""
 Name = Annotated[str, Field(min_length=1)]
 Tracker = Annotated[Literal["tensorboard"], _not_yet(("tensorboard",), ("wandb", "mlflow", "trackio"))]
 
@@ -97,7 +101,7 @@ class WaitConfig(Section):
 
     kind: Literal["lognormal"] = "lognormal"
     median_s: Seconds
-    sigma: NonNegative
+    sigma: Sigma
     tail_fraction: Fraction = 0.0
     """Of the steps, whose wait is drawn evenly from `tail_s` instead."""
     tail_s: Annotated[tuple[NonNegative, NonNegative], Field(strict=False)] = (0.0, 0.0)
@@ -230,17 +234,17 @@ class LogConfig(Section):
 class SimWorkloadConfig(Section):
     """How the simulated tasks behave: lognormal turns, lengths and seconds by median and sigma."""
 
-    turns_median: PositiveFloat
-    turns_sigma: NonNegative
-    first_observation_tokens: PositiveFloat
+    turns_median: Median
+    turns_sigma: Sigma
+    first_observation_tokens: Median
     """The first prompt, system prompt and tool schemas included."""
-    observation_tokens: PositiveFloat
-    observation_sigma: NonNegative
-    action_tokens: PositiveFloat
+    observation_tokens: Median
+    observation_sigma: Sigma
+    action_tokens: Median
     """Sampled in one turn."""
-    action_sigma: NonNegative
+    action_sigma: Sigma
     step_s: NonNegative
-    step_sigma: NonNegative = 0.0
+    step_sigma: Sigma = 0.0
     reset_s: NonNegative = 0.0
     score_s: NonNegative = 0.0
     """Of the verifier after the last turn."""

@@ -16,8 +16,10 @@ Memory stays flat: turns before the oldest moment at which an open task may stil
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 
@@ -25,12 +27,14 @@ from tiderl.data.events import (
     Dropped,
     Event,
     PromptIssued,
+    RankLostEvent,
     RankState,
     RunStarted,
     TaskAdmitted,
     TaskFinished,
     TurnFinished,
     UpdateCommitted,
+    VersionPublished,
 )
 from tiderl.observe.shares import Floats, Shares, intervals
 
@@ -104,6 +108,7 @@ class Account:
     def __init__(self) -> None:
         self.ranks = 0
         self.last_commit_s: float | None = None
+        self._kept_s = 0.0  # what the trainer did before is committed or published
         self._until_s: float | None = None  # all before is folded into `_spent` and the tasks
         self._spent = dict.fromkeys(CATEGORIES, 0.0)
         self._total = 0.0
@@ -131,12 +136,28 @@ class Account:
                 self._drop(event.prompt_id, event.member)
             case UpdateCommitted():
                 self._commit(event)
+            case RankLostEvent():
+                self._lose(event)
+            case VersionPublished():
+                self._kept_s = event.t_s
             case RunStarted():
                 self._begin(event)
 
     def _start(self, t_s: float) -> None:
         if self._until_s is None:
             self._until_s = t_s
+
+    def _lose(self, event: RankLostEvent) -> None:
+        """A rank that trains died: what all of them did since the last commit or publication is done again."""
+        if event.rank not in self._actor_ranks:
+            return
+        changes = self._states[self._actor_ranks[0], "actor"]
+        since_s = max(self._kept_s, self._until_s or 0.0)
+        doing = changes[bisect_right(changes, since_s, key=itemgetter(0)) - 1][1] if changes else WAITING
+        lost = [(since_s, doing), *(change for change in changes if change[0] > since_s)]
+        changes[:] = [change for change in changes if change[0] <= since_s] + [
+            (at_s, activity if activity == WAITING else "restoring") for at_s, activity in lost
+        ]
 
     def _begin(self, event: RunStarted) -> None:
         """A driver starts (again): what an earlier one's ranks and tasks did is over."""
@@ -185,7 +206,7 @@ class Account:
             task.over, task.fate = True, "discarded"
 
     def _commit(self, event: UpdateCommitted) -> None:
-        self.last_commit_s = event.t_s
+        self.last_commit_s = self._kept_s = event.t_s
         for name, category in SWAPS.items():
             seconds = len(self._actor_ranks) * event.metrics.get(name, 0.0)
             self._spent[category] -= seconds

@@ -55,8 +55,10 @@ class TrainerRestorer:
         and does it (again). `starts_from_nothing`: the work makes the very first state, there is none to restore."""
         failures = 0
         while True:
-            while self.times_back < self.times_lost:
-                await self.wakeup.wait()
+            if self.times_back < self.times_lost:
+                with self.doing("restoring"):
+                    while self.times_back < self.times_lost:
+                        await self.wakeup.wait()
             life, back = self.times_lost, self.times_back
             try:
                 if life != self.life:
@@ -68,8 +70,9 @@ class TrainerRestorer:
                 failures += 1
                 if failures >= MAX_LOSSES_IN_ONE_STEP:
                     raise
-                while self.times_back == back:  # the loss may not have been reported yet
-                    await self.wakeup.wait()
+                with self.doing("restoring"):
+                    while self.times_back == back:  # the loss may not have been reported yet
+                        await self.wakeup.wait()
 
     async def _restore_from_journal(self) -> None:
         recovered = recover(await self.ports.ledger.replay(), self.ports.checkpoints.whole)

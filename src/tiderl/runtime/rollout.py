@@ -140,6 +140,7 @@ class Rollout:
                 counts=self.buffer.counts,
                 updates_done=self.buffer.updates_done,
             ),
+            replica_slots=-(-self.slots // len(self.training_tasks)),
         )
 
     def _count(self, tasks: dict[int, int], replica: int, change: int) -> None:

@@ -2,7 +2,8 @@
 
 Order of admission: evaluation first (it pins a version and so blocks publishing), then members of groups that have
 started (groups complete before others begin), then new groups while the staleness rule allows. Work conserving: nothing
-waits for a certain replica while another eligible one has room.
+waits for a certain replica while another eligible one has room. A replica has room for its part of all slots, else the
+first to load a new version, by a moment, would take the whole batch that waits for it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class AdmissionView:
     member_min_version: int | None
     """The version of the group of the first waiting member; None when none wait."""
     start: StartView
+    replica_slots: int
+    """Tasks that one replica may have in flight."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +66,23 @@ def next_admission(view: AdmissionView) -> Admission | Blocked:
     """The one next thing to start, or why nothing can."""
     if view.free_slots < 1:
         return Blocked("slots")
+    roomy = [r for r in view.replicas if r.tasks < view.replica_slots]
     if view.eval_version is not None:
-        replica = place(view.replicas, min_version=view.eval_version, exact=True)
+        replica = place(roomy, min_version=view.eval_version, exact=True)
         if replica is not None:
             return Admission("eval", replica)
     if view.member_min_version is not None:
-        replica = place(view.replicas, min_version=view.member_min_version)
+        replica = place(roomy, min_version=view.member_min_version)
         if replica is not None:
             return Admission("member", replica)
     if not view.replicas:
         return Blocked("weights")
     startable = [r for r in view.replicas if starts_allowed(view.start, r.version) > 0]
+    replica = place([r for r in startable if r in roomy], min_version=0)
+    if replica is not None:
+        return Admission("group", replica)
     if startable:
-        return Admission("group", min(startable, key=lambda r: (r.tasks, r.replica)).replica)
+        return Blocked("slots")
     if view.start.started_groups >= view.start.total_groups:
         return Blocked("done")
     return Blocked("staleness")

@@ -13,7 +13,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
@@ -31,6 +31,9 @@ PASSES_PER_INSTANT = 200_000
 
 # A run allocates few cycles but many tasks: the collector's default threshold of 700 costs a third of the speed.
 GC_THRESHOLD = 100_000
+
+# An interruption is raised out of the loop once for each task group that it passes through: a few, one in another.
+CANCEL_ROUNDS = 20
 
 
 class SimTask(asyncio.Task[Any]):
@@ -194,16 +197,21 @@ def run_virtual(
 
 def _cancel_all(loop: VirtualLoop) -> None:
     """Cancel what is alive, in order of birth. A task that waits again for what never comes is given up."""
-    tasks = tasks_by_birth(loop)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-
-        async def gather() -> None:
-            await asyncio.gather(*tasks, return_exceptions=True)
-
+    for _ in range(CANCEL_ROUNDS):
+        tasks = tasks_by_birth(loop)
+        if not tasks:
+            return
+        for task in tasks:
+            task.cancel()
         try:
-            loop.run_until_complete(gather())
+            loop.run_until_complete(_ended(tasks))
         except DeadlockError:
-            for task in tasks_by_birth(loop):
-                task._log_destroy_pending = False  # type: ignore[attr-defined]
+            break
+        except (KeyboardInterrupt, SystemExit):
+            continue  # each task that passes an interruption on raises it out of the loop once more
+    for task in tasks_by_birth(loop):
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)

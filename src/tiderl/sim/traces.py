@@ -1,7 +1,7 @@
 """Traces of real agent runs: a CSV file of turns to trajectories, and the workload profile that resembles them.
 
 One row is one turn of one trajectory, numbers only; trajectories may be mixed, turns of one come in order. What is
-missing, out of order or no number is a `ConfigurationError` with file and line. Reads one file, knows no clock.
+missing, blank, out of order or no number is a `ConfigurationError` with file and line. Reads one file, knows no clock.
 """
 
 from __future__ import annotations
@@ -63,12 +63,13 @@ class _Open:
 def read_trace(path: str | Path) -> tuple[TracedTrajectory, ...]:
     """The trajectories of a CSV file, in the order of their first rows. Columns: see `SHOWN`; others are ignored.
 
-    Raises `ConfigurationError` for a file that is not there or empty, a missing column, text or NaN where a number
-    belongs, a negative number, and turns that are not 0, 1, 2, … within a trajectory.
+    Blank cells: no observation came, or what is optional is unknown. Raises `ConfigurationError` for a file that is
+    not there or empty, a missing column, a row of another length, text or NaN where a number belongs, a negative number,
+    no or fractional tokens, and turns that are not 0, 1, 2, … within a trajectory.
     """
     path = Path(path)
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
             columns = _columns(path, reader.fieldnames or ())
             found = _trajectories(path, reader, columns)
@@ -146,6 +147,7 @@ def _trajectories(path: Path, reader: csv.DictReader[str], columns: Mapping[str,
     found: dict[int, _Open] = {}
     for row in reader:
         where = f"{path}:{reader.line_num}"
+        _check_length(row, where)
 
         def number(meaning: str, row: dict[str, str] = row, where: str = where) -> float | None:
             """None where the cell is empty or the column is not there."""
@@ -161,11 +163,17 @@ def _trajectories(path: Path, reader: csv.DictReader[str], columns: Mapping[str,
                 raise ConfigurationError(f"{column} must be a number of at least 0, given {text!r}", where=where)
             return value
 
-        def whole(meaning: str, row: dict[str, str] = row, where: str = where) -> int:
+        def whole_or_blank(meaning: str, row: dict[str, str] = row, where: str = where) -> int | None:
             value = number(meaning, row, where)
-            if value is None or value != int(value):
+            if value is not None and value != int(value):
                 raise ConfigurationError(f"{columns[meaning]} must be a whole number", where=where)
-            return int(value)
+            return None if value is None else int(value)
+
+        def whole(meaning: str, row: dict[str, str] = row, where: str = where) -> int:
+            value = whole_or_blank(meaning, row, where)
+            if value is None:
+                raise ConfigurationError(f"{columns[meaning]} must be a whole number, not blank", where=where)
+            return value
 
         own = found.setdefault(whole("traj"), _Open([]))
         turn = whole("turn")
@@ -175,15 +183,21 @@ def _trajectories(path: Path, reader: csv.DictReader[str], columns: Mapping[str,
                 where=where,
                 hint="turns of one trajectory are 0, 1, 2, … in the order of the file",
             )
-        prompt, sampled, observed = number("prompt"), number("sampled"), number("observed")
         own.turns.append(
             TracedTurn(
-                sampled_tokens=int(sampled or 0),
-                observed_tokens=int(observed or 0),
-                prompt_tokens=None if prompt is None else int(prompt),
+                sampled_tokens=whole("sampled"),
+                observed_tokens=whole_or_blank("observed") or 0,
+                prompt_tokens=whole_or_blank("prompt"),
                 step_s=number("step_s"),
             )
         )
         own.reset_s = number("reset_s") if turn == 0 else own.reset_s
         own.reward = number("reward") if number("reward") is not None else own.reward
     return found
+
+
+def _check_length(row: Mapping[str | None, object], where: str) -> None:
+    """`csv` fills a short row with None, and keeps what is too much under None."""
+    if None in row or None in row.values():
+        what = "more" if None in row else "fewer"
+        raise ConfigurationError(f"the row has {what} cells than the first line has columns", where=where)

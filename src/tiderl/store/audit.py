@@ -132,7 +132,12 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m tiderl.store.audit RUN   (a run directory with journal.sqlite)", file=sys.stderr)
         return 2
     run = Path(arguments[0])
-    violations = audit(run / "journal.sqlite", run / "blobs")
+    try:
+        violations = audit(run / "journal.sqlite", run / "blobs")
+    except (sqlite3.Error, ValueError, TypeError, OSError) as error:
+        print(f"{run / 'journal.sqlite'}: cannot be read as a journal: {error}", file=sys.stderr)
+        print("hint: give a run directory of TideRL whose journal is whole", file=sys.stderr)
+        return 2
     for line in violations:
         print(line)
     print(f"{len(violations)} violations" if violations else "I1 and I2 hold")
