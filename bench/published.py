@@ -184,11 +184,15 @@ def figures(name: str, size: str) -> list[Figure]:
             low=figure["within"][0],
             high=figure["within"][1],
             reported=figure.get("reported", False),
-            outside=figure.get("outside", ""),
+            outside=_reason(figure.get("outside", ""), size),
         )
         for key, figure in claim["figures"].items()
         if size == "full" or not figure.get("full_only")
     ]
+
+
+def _reason(outside: str | Mapping[str, str], size: str) -> str:
+    return outside if isinstance(outside, str) else outside.get(size, "")
 
 
 def arms(name: str, size: str) -> dict[str, Steady]:
@@ -224,7 +228,9 @@ def candidate(name: str, label: str) -> dict[str, Any]:
     sweep: dict[str, float] = {}
     for split in ["all"] if label == "sync" else wanted["splits"]:
         changes = [*wanted["set"], *row["set"], *([] if split == "all" else [f"cluster.rollout_ranks={split}"])]
-        sweep[str(split)] = steady(wanted["file"], tuple(changes), skip=wanted["skip"]).goodput
+        sweep[str(split)] = steady(
+            wanted["file"], tuple(changes), skip=wanted["skip"], leave=row.get("leave", 0)
+        ).goodput
     best = max(sweep, key=lambda split: sweep[split])
     ratio = sweep[best] / row["other"]
     return {"row": label, "other": row["other"], "measured": sweep[best], "ratio": ratio, "best": best, "sweep": sweep}

@@ -47,7 +47,8 @@ def test_people_are_told_the_prediction_and_the_residuals(capsys: Capture) -> No
     ("arguments", "said"),
     [
         (["sim"], "give a configuration file, or --trace"),
-        (["sim", "--trace", "runs/none"], "no such run"),
+        (["sim", "--trace", "runs/none"], "no such run or file"),
+        (["sim", BUILTIN, "--trace", "nofile.csv"], "nofile.csv: no such run or file"),
         (["sim", BUILTIN, "--calibrate", "none"], "no such run"),
         (["sim", "--trace", "r1", "--dry-run"], "do not go with --trace"),
         (["sim", "--trace", "r1", "--swarm", "3"], "do not go with --trace"),

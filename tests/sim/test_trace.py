@@ -27,6 +27,10 @@ ROOT = Path(__file__).parents[2]
 BUILTIN = ROOT / "examples" / "builtin.yaml"
 TAU = ROOT / "examples" / "sim" / "traces" / "tau_airline_gpt4o.csv"
 SMALL = ("train.updates=6", "train.global_batch_groups=4", "eval.every_updates=0", "seed=3")
+PROFILE = (
+    "sim.workload={turns_median: 2, turns_sigma: 0, first_observation_tokens: 9, observation_tokens: 2, "
+    "observation_sigma: 0, action_tokens: 2, action_sigma: 0, step_s: 1}"
+)
 WAIT = "env.wait={kind: lognormal, median_s: 0.2, sigma: 1.0}"
 
 
@@ -78,6 +82,45 @@ def test_prompts_beyond_the_recorded_ones_play_recorded_groups_again(folder: Pat
     result = replayed(folder / "sync", ["train.updates=9"])
     assert result["updates"] == 9
     assert result["recycled_groups"] == 3 * 4
+
+
+def test_another_number_of_updates_is_compared_with_nothing(folder: Path) -> None:
+    result = replayed(folder / "sync", ["train.updates=5"])
+    assert result["measured_step_s"] is None and result["error_fraction"] is None
+    assert replayed(folder / "sync", ["train.updates=6"])["measured_step_s"] is not None
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("sim.cost.iteration_s=1", "sim.cost.iteration_s"),
+        ("sim.cost={iteration_s: 1}", "sim.cost.iteration_s"),
+        ("sim.workload_seed=9", "sim.workload_seed"),
+        (PROFILE, "sim.workload"),
+        (WAIT, "env.wait"),
+        ("env.workers=3", "env.workers"),
+    ],
+)
+def test_what_a_replay_ignores_is_said_and_keeps_the_measured_figures(folder: Path, override: str, key: str) -> None:
+    plain, told = replayed(folder / "sync"), replayed(folder / "sync", [override])
+    assert [line.split(" has ")[0] for line in told["no_effect"]] == [key]
+    assert told["log_sha256"] == plain["log_sha256"] and told["measured_step_s"] == plain["measured_step_s"]
+
+
+def test_hardware_still_sets_the_engines_limits_and_is_not_called_ignored(folder: Path) -> None:
+    plain, told = replayed(folder / "sync"), replayed(folder / "sync", ["sim.hardware=H100"])
+    assert told["no_effect"] == [] and told["log_sha256"] != plain["log_sha256"]
+
+
+def test_a_cost_that_the_run_says_nothing_about_counts_and_is_not_called_ignored(folder: Path) -> None:
+    plain, told = (replayed(folder / "sync", [*more]) for more in ([], ["sim.cost.max_batch=2"]))
+    assert told["no_effect"] == [] and told["predicted_step_s"] > 1.1 * plain["predicted_step_s"]
+
+
+def test_a_replayed_file_ignores_the_profile_but_not_the_costs() -> None:
+    few = ["train.updates=1", "train.global_batch_groups=2", "algorithm.group_size=4"]
+    told = replayed(TAU, [*few, "sim.workload_seed=9", "sim.cost.iteration_s=1"])
+    assert [line.split(" has ")[0] for line in told["no_effect"]] == ["sim.workload_seed"]
 
 
 def test_a_replay_is_the_same_every_time(folder: Path) -> None:

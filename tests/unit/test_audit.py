@@ -149,3 +149,12 @@ def test_a_person_can_run_it(run: Path) -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "I1 and I2 hold\n"
     break_journal(run, "DELETE FROM prompts WHERE prompt_id=1")
     assert subprocess.run(command, capture_output=True, text=True, check=False).returncode == 1
+
+
+def test_a_journal_that_is_none_is_refused_in_two_lines(tmp_path: Path) -> None:
+    (tmp_path / "journal.sqlite").write_bytes(b"no database" * 100)
+    done = subprocess.run(
+        [sys.executable, "-m", "tiderl.store.audit", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert "cannot be read as a journal" in done.stderr and len(done.stderr.splitlines()) == 2

@@ -83,6 +83,10 @@ def test_an_override_inside_a_value_that_was_no_mapping_makes_the_mapping(tmp_pa
     assert wait is not None and (wait.median_s, wait.sigma) == (1.0, 2.0)
 
 
+PROFILE = (
+    "{turns_median: 2, turns_sigma: %s, first_observation_tokens: 9, observation_tokens: 2, observation_sigma: 0, "
+    "action_tokens: %s, action_sigma: 0, step_s: 1}"
+)
 FILE_MISTAKES = [
     ("a: [1", ":1", "not valid YAML"),
     ("seed: 1\n\ttrain: 2", ":2", "not valid YAML"),
@@ -155,6 +159,9 @@ def test_a_mistake_in_the_file_names_line_key_and_remedy(
         ("=3", "KEY=VALUE"),
         ("train..lr=1", "KEY=VALUE"),
         ("env.name=[", "not valid YAML"),
+        ("env.wait={median_s: 1, sigma: 400}", "env.wait.sigma must be at most 10, given 400"),
+        (f"sim.workload={PROFILE % (400, 9)}", "sim.workload.turns_sigma must be at most 10, given 400"),
+        (f"sim.workload={PROFILE % (0, '1e+300')}", "sim.workload.action_tokens must be at most 1e+09"),
         ("env.wait.median_s=1", "env.wait.sigma is required"),
         ("seed.x=1", "seed must be a whole number, given a mapping"),
     ],

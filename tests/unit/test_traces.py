@@ -38,6 +38,11 @@ def test_turns_of_mixed_trajectories_find_their_own(tmp_path: Path) -> None:
     assert two.turns[0].observed_tokens == 11 and two.turns[0].step_s is None
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path: Path) -> None:
+    (only,) = read_trace(written(tmp_path, "\ufeff" + HEAD + "0,0,3,,\n"))
+    assert (only.turns[0].sampled_tokens, only.turns[0].observed_tokens) == (3, 0)
+
+
 def test_the_fit_is_the_median_and_the_deviation_of_the_logarithm(tmp_path: Path) -> None:
     rows = "0,0,10,100,1\n1,0,20,100,1\n1,1,40,100,4\n"
     profile = fitted_profile(read_trace(written(tmp_path, HEAD + rows)))
@@ -64,6 +69,11 @@ def test_the_fit_is_the_median_and_the_deviation_of_the_logarithm(tmp_path: Path
         (HEAD + "0.5,0,1,1,1\n", "traj must be a whole number", ":2"),
         (HEAD + ",0,1,1,1\n", "traj must be a whole number", ":2"),
         (HEAD + "0,0,-3,1,1\n", "output_tokens", ":2"),
+        (HEAD + "0,0,,1,1\n", "output_tokens must be a whole number, not blank", ":2"),
+        (HEAD + "0,0,3,1,1\n0,1,2.5,1,1\n", "output_tokens must be a whole number", ":3"),
+        (HEAD + "0,0,3,1.5,1\n", "obs_tokens must be a whole number", ":2"),
+        (HEAD + "0,0,3\n", "fewer cells", ":2"),
+        (HEAD + "0,0,3,1,1,9\n", "more cells", ":2"),
     ],
 )
 def test_a_bad_trace_is_refused_with_its_line(tmp_path: Path, text: str, what: str, line: str) -> None:

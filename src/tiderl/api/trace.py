@@ -14,6 +14,7 @@ from typing import Any
 
 from tiderl.api.records import RecordedRun, load_run
 from tiderl.api.result import Result
+from tiderl.api.trace_effects import SERVED, given_keys, ignored_in_replay, named_by
 from tiderl.api.virtual import Played, kept, simulated_world
 from tiderl.config.load import Loaded, dump, leaves, load_config
 from tiderl.config.model_folder import model_folder
@@ -21,10 +22,12 @@ from tiderl.config.render import derived_keys
 from tiderl.config.resolve import Resolved, resolve, wait_profile
 from tiderl.config.schema import Config
 from tiderl.cost.calibrate import Calibration, calibrate
+from tiderl.cost.model import CostModel
 from tiderl.cost.recorded import Recording, read_recording
 from tiderl.data.errors import ConfigurationError
 from tiderl.data.events import Event, PromptIssued
 from tiderl.data.records import TaskKey
+from tiderl.data.settings import EngineSettings
 from tiderl.envs.waits import wait_s
 from tiderl.observe.metrics import RunMetrics
 from tiderl.sim.replay import Group, TracedWorkload, groups_of_file, groups_of_run
@@ -73,15 +76,18 @@ def replay(
     started = time.monotonic()
     if Path(trace).is_file():
         return _replay_file(Path(trace), overrides, config, calibrated_by, save, started)
+    _check_exists(trace)
     if config is not None:
         what = "a recorded run brings its own configuration"
         raise ConfigurationError(what, where=str(config), hint="leave the file out, change keys with -o")
-    source = _recorded_or_file(trace)
+    source = recorded(trace)
     costs = source if calibrated_by is None else recorded(calibrated_by)
     fitted = calibrated(costs)
-    resolved = _ignoring(_configuration(source, overrides), source.where, fitted, costs.where)
+    resolved = _configuration(source, overrides)
     groups = groups_of_run(source.recording, fitted, group_size=source.run.config.algorithm.group_size)
     workload = _workload(resolved, groups["train"], groups["eval"], source.where, fitted.score_s)
+    serves = fitted.env_step_s > 0 or fitted.env_reset_s > 0
+    resolved = _ignoring(resolved, overrides, workload, source.where, serves, (costs.where, fitted))
     world = simulated_world(resolved, recorded=workload)
     world = replace(world, cost=fitted.applied(world.cost))
     measured = source.metrics if _as_it_was(source, resolved) else None
@@ -99,12 +105,10 @@ def replay(
     return kept(resolved, world, save, told)
 
 
-def _recorded_or_file(trace: str | Path) -> Recorded:
+def _check_exists(trace: str | Path) -> None:
     try:
-        return recorded(trace)
+        load_run(trace)
     except ConfigurationError as error:
-        if error.what != "no such run":
-            raise
         raise ConfigurationError("no such run or file", where=error.where, hint=error.hint) from None
 
 
@@ -159,21 +163,16 @@ def _configuration(source: Recorded, overrides: Sequence[str]) -> Resolved:
     With overrides, what a strategy or `auto` decided in the recorded run is decided anew.
     """
     path = source.run.directory.config
-    given = {override.partition("=")[0].strip() for override in overrides}
+    given = given_keys(overrides)
     defaults = dict(leaves(dump(Config())))
     anew = [f"{key}={defaults[key]}" for key in derived_keys(path) if key in defaults] if overrides else []
     loaded = load_config(path, [*anew, f"train.updates={_updates(source)}", *overrides])
     resolved = _resolved(loaded, live=source.live)
-    return replace(resolved, no_effect=tuple(item for item in resolved.no_effect if _told(item.key, given)))
+    return replace(resolved, no_effect=tuple(item for item in resolved.no_effect if named_by(item.key, given)))
 
 
 def _updates(source: Recorded) -> int:
     return max(1, source.metrics.updates)
-
-
-def _told(key: str, given: set[str]) -> bool:
-    """Whether an override names the key, a mapping around it or a part of it."""
-    return any(key == one or key.startswith(f"{one}.") or one.startswith(f"{key}.") for one in given)
 
 
 def _as_it_was(source: Recorded, resolved: Resolved) -> bool:
@@ -183,25 +182,33 @@ def _as_it_was(source: Recorded, resolved: Resolved) -> bool:
     changed = [
         key
         for key in before | now
-        if before.get(key) != now.get(key) and not key.startswith(SAME_RUN) and not _told(key, ignored)
+        if before.get(key) != now.get(key) and not key.startswith(SAME_RUN) and not named_by(key, ignored)
     ]
     return not changed and resolved.config.train.updates == _updates(source)
 
 
-def _ignoring(resolved: Resolved, where: str, fitted: Calibration | None, costs_of: str | None) -> Resolved:
-    """With what `-o` gives and the replay ignores among `no_effect`."""
+def _ignoring(
+    resolved: Resolved,
+    overrides: Sequence[str],
+    workload: TracedWorkload,
+    where: str,
+    serves: bool,
+    fitted: tuple[str, Calibration] | None,
+) -> Resolved:
+    """With what `overrides` give and the replay ignores among `no_effect`."""
 
     def costs(config: Config) -> tuple[CostModel, EngineSettings]:
-        world = simulated_world(replace(resolved, config=config), recorded=NO_TASKS)
-        return (world.cost if fitted is None else fitted.applied(world.cost)), world.engine
+        world = simulated_world(replace(resolved, config=config), recorded=workload)
+        return (world.cost if fitted is None else fitted[1].applied(world.cost)), world.engine
 
-    found = without_effect_in_replay(
+    given = given_keys(overrides)
+    found = ignored_in_replay(
         resolved.config,
-        {key for key, origin in resolved.loaded.origins.items() if origin == "-o"},
+        [key for key, origin in resolved.loaded.origins.items() if origin == "-o" and named_by(key, given)],
         where=where,
-        costs_of=costs_of,
-        serves=fitted is not None and where == costs_of and (fitted.env_step_s > 0 or fitted.env_reset_s > 0),
-        same_world=lambda other: costs(other) == costs(resolved.config),
+        serves=serves,
+        costs_of=None if fitted is None else fitted[0],
+        costs=costs,
     )
     known = {item.key for item in resolved.no_effect}
     return replace(resolved, no_effect=(*resolved.no_effect, *(item for item in found if item.key not in known)))
@@ -211,7 +218,7 @@ def _resolved(loaded: Loaded, *, live: bool) -> Resolved:
     """A live run's ranks are laid out as live: several do not train together."""
     folder = model_folder(loaded, whole=False)
     resolved = resolve(loaded, command="sim", model_folder=folder)
-    no_effect = tuple(item for item in resolved.no_effect if without_place(item.key) not in SERVED)
+    no_effect = tuple(item for item in resolved.no_effect if item.key not in SERVED)
     if live:
         resolved = resolve(loaded, command="train", model_folder=folder)
     return replace(resolved, no_effect=no_effect)
@@ -249,12 +256,13 @@ def _replay_file(
     groups = groups_of_file(trace, resolved.settings.group_size)
     workload = _workload(resolved, groups, {}, str(path), 0.0)
     world = simulated_world(resolved, recorded=workload)
-    calibration = None
+    calibration = costs = None
     if calibrated_by is not None:
-        costs = recorded(calibrated_by)
-        fitted = calibrated(costs)
+        source = recorded(calibrated_by)
+        fitted = calibrated(source)
         world = replace(world, cost=fitted.applied(world.cost))
-        calibration = calibration_figures(fitted, costs.where)
+        costs, calibration = (source.where, fitted), calibration_figures(fitted, source.where)
+    resolved = _ignoring(resolved, overrides, workload, str(path), False, costs)
 
     def told(run: Played) -> Result:
         figures = {

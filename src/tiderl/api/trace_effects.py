@@ -1,80 +1,77 @@
-"""What `-o` changes nothing of in a replay, so that it is said and measured figures stay beside the prediction (I12).
+"""Which keys of `-o` change nothing in a replay: that is said (I12), and measured figures stay beside the prediction.
 
-A recorded workload and costs fitted to a run replace what some keys give. Whether a cost still counts is read off the
-simulated world with and without it, not listed. Runs nothing and reads no file.
+A recorded workload, and costs fitted to a run, replace what some keys give. Whether a key of the costs still counts is
+read off the simulated costs with and without it, not listed. Runs nothing and reads no file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tiderl.config.check import NoEffect
-from tiderl.config.schema import Config, SimConfig
+from tiderl.config.schema import Config, EnvConfig, SimConfig
+from tiderl.data.errors import ConfigurationError
 
 RECORDED = ("sim.workload", "sim.workload_seed", "env.wait")
 """What a recorded workload replaces."""
-FITTED = ("sim.cost", "sim.hardware", "sim.model", "sim.efficiency")
+COSTS = ("sim.cost", "sim.hardware", "sim.model", "sim.efficiency")
 SERVED = ("env.workers", "env.isolation")
+"""What only a replay of recorded calls models in virtual time."""
 
 
-def without_effect_in_replay(
+def ignored_in_replay(
     config: Config,
-    given: set[str],
+    given: Iterable[str],
     *,
     where: str,
-    costs_of: str | None,
     serves: bool,
-    same_world: Callable[[Config], bool],
-) -> tuple[NoEffect, ...]:
-    """Of the dotted keys `given` by `-o`, those that the replay ignores.
-
-    `where`: the recorded workload. `costs_of`: the run to which costs were fitted, None for none. `serves`: its
-    environment calls wait for a worker. `same_world`: whether another configuration costs the same.
-    """
-    return tuple(sorted(_ignored(config, given, where, costs_of, serves, same_world), key=lambda item: item.key))
-
-
-def _ignored(
-    config: Config,
-    given: set[str],
-    where: str,
     costs_of: str | None,
-    serves: bool,
-    same_world: Callable[[Config], bool],
+    costs: Callable[[Config], object],
 ) -> Iterator[NoEffect]:
-    for key in given:
-        plain = without_place(key)
-        if within(plain, RECORDED):
+    """Of the dotted leaf keys `given` by `-o`, those that the replay ignores, a mapping of `RECORDED` once.
+
+    `where`: the recorded workload. `serves`: its environment calls wait for a worker. `costs_of`: the run to which
+    costs were fitted, None for none. `costs`: what a configuration makes work cost, to compare.
+    """
+    given = sorted(given)
+    for key in RECORDED:
+        if any(within(one, key) for one in given):
             yield NoEffect(key, f"lengths and waits are those recorded in {where}")
-        elif not serves and plain in SERVED:
+    for key in given:
+        if key in SERVED and not serves:
             yield NoEffect(key, f"the calls recorded in {where} do not wait for a worker")
-        elif plain == "env.workers" and (isolation := _isolation(config, key)) != "pool":
-            yield NoEffect(key, f"it counts for isolation pool, not {isolation}")
-        elif costs_of is not None and within(key, FITTED) and same_world(_at_default(config, key)):
+        elif key == "env.workers" and isinstance(config.env, EnvConfig) and config.env.isolation != "pool":
+            yield NoEffect(key, f"it counts for isolation pool, not {config.env.isolation}")
+        elif costs_of is not None and any(within(key, one) for one in COSTS) and _same_without(config, key, costs):
             yield NoEffect(key, f"the costs are those fitted to {costs_of}")
 
 
-def within(key: str, keys: tuple[str, ...]) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in keys)
+def within(key: str, around: str) -> bool:
+    """Whether `key` is `around` or a part of it."""
+    return key == around or key.startswith(f"{around}.")
 
 
-def without_place(key: str) -> str:
-    """Of an environment of a mixture (`env.1.wait`), the key that a single one has."""
-    names = key.split(".")
-    return ".".join(name for at, name in enumerate(names) if not (at == 1 and names[0] == "env" and name.isdigit()))
+def given_keys(overrides: Sequence[str]) -> set[str]:
+    return {override.partition("=")[0].strip() for override in overrides}
 
 
-def _isolation(config: Config, key: str) -> str:
-    place = key.split(".")[1]
-    return list(config.environments.values())[int(place) if place.isdigit() else 0].isolation
+def named_by(key: str, given: set[str]) -> bool:
+    """Whether an override names the key, a mapping around it or a part of it."""
+    return any(within(key, one) or within(one, key) for one in given)
 
 
-def _at_default(config: Config, key: str) -> Config:
-    """`config` without the key of `sim`, or without the one constant or factor of it."""
+def _same_without(config: Config, key: str, costs: Callable[[Config], object]) -> bool:
+    costing = costs(config)
+    try:
+        return costs(_without(config, key)) == costing
+    except ConfigurationError:
+        return False  # another key needs this one
+
+
+def _without(config: Config, key: str) -> Config:
+    """`config` with this key of `sim` at its default, or without this constant or factor."""
     _, name, *inner = key.split(".")
-    value = getattr(config.sim, name)
+    value = getattr(SimConfig(), name)
     if inner:
-        value = {constant: number for constant, number in value.items() if constant != inner[0]}
-    else:
-        value = getattr(SimConfig(), name)
+        value = {one: number for one, number in getattr(config.sim, name).items() if one != inner[0]}
     return config.model_copy(update={"sim": config.sim.model_copy(update={name: value})})

@@ -64,8 +64,8 @@ def read_trace(path: str | Path) -> tuple[TracedTrajectory, ...]:
     """The trajectories of a CSV file, in the order of their first rows. Columns: see `SHOWN`; others are ignored.
 
     Blank cells: no observation came, or what is optional is unknown. Raises `ConfigurationError` for a file that is
-    not there or empty, a missing column, a row of another length, text or NaN where a number belongs, a negative number,
-    no or fractional tokens, and turns that are not 0, 1, 2, … within a trajectory.
+    not there or empty, a missing column, a row of another length, text or NaN where a number belongs, a negative
+    number, no or fractional tokens, and turns that are not 0, 1, 2, … within a trajectory.
     """
     path = Path(path)
     try:
