@@ -199,5 +199,5 @@ def _check_ranks(loaded: Loaded, strategy: Strategy) -> None:
         raise loaded.refuse(
             "cluster.rollout_ranks",
             f"{rollout} of cluster.ranks {ranks} leaves no rank to train under the strategy {strategy.name}",
-            f"give at most {ranks - 1}, or auto",
+            f"give at most {ranks - 1}, or auto" if ranks > 1 else "give 1, or auto",
         )
