@@ -1,6 +1,6 @@
 """TideRL beside TRL's GRPOTrainer on one workload (`workload.py`): consumed tokens per second, by environment wait.
 
-    python bench/peers/compare.py --trl-python /tmp/trl-venv/bin/python       about half an hour on two cores
+    python bench/peers/compare.py --trl-python trl-venv/bin/python       about half an hour on two cores
     python bench/peers/compare.py --waits heavy --repeats 1 --trl-python ...  one wait
     python bench/peers/compare.py --short                                     correctness only, TideRL's arms alone
 

@@ -2,10 +2,10 @@
 
 Run it in a virtual environment of its own, which holds no TideRL:
 
-    python3.11 -m venv /tmp/trl-venv
-    /tmp/trl-venv/bin/pip install torch==2.13.0
-    /tmp/trl-venv/bin/pip install -r bench/peers/requirements.txt
-    /tmp/trl-venv/bin/python bench/peers/trl_grpo.py --arm lockstep --wait heavy --updates 4 --model FOLDER
+    python3.11 -m venv trl-venv
+    trl-venv/bin/pip install torch==2.13.0
+    trl-venv/bin/pip install -r bench/peers/requirements.txt
+    trl-venv/bin/python bench/peers/trl_grpo.py --arm lockstep --wait heavy --updates 4 --model FOLDER
 
 `bench/peers/compare.py` makes FOLDER and runs this beside TideRL. The clock goes from the first rollout to the last
 optimizer step; loading is outside. Tokens are those that bear loss. Arms:

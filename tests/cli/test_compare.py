@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,3 +69,24 @@ def test_live_each_strategy_trains_in_turn(tmp_path, monkeypatch, capsys) -> Non
     shown = json.loads(capsys.readouterr().out)["strategies"]
     assert [Path(result["run_dir"]).name for result in shown.values()] == ["both-sync", "both-areal"]
     assert all(result["updates"] == 1 for result in shown.values())
+
+
+@pytest.mark.live
+@pytest.mark.timeout(120)
+def test_ctrl_c_in_a_live_comparison_ends_it_and_starts_no_other_strategy(tmp_path) -> None:
+    long = [*SMALL, "-o", "train.updates=2000", "-o", "warmup.updates=1", "-o", "cluster.kind=inline", "-o", "run=both"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "tiderl.cli.main", "compare", BUILTIN, "--strategies", "sync,areal", "--live", *long],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    metrics = tmp_path / "runs" / "both-sync" / "metrics.jsonl"
+    deadline_s = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline_s and running.poll() is None
+        time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    shown, said = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert shown == ""
+    assert "stopped in sync, strategy 1 of 2; nothing is compared" in said
+    assert [run.name for run in (tmp_path / "runs").iterdir()] == ["both-sync"]

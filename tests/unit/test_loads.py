@@ -7,10 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiderl.data.records import Prompt, TaskKey, Trajectory
+from tiderl.data.settings import StalenessCounts
 from tiderl.runtime.buffer import Buffer
 from tiderl.runtime.loads import Loads
 from tiderl.schedule.signals import ReadinessSignals
-from tiderl.schedule.staleness import StartView, choose_batch, choose_more, hall_violation, starts_allowed
+from tiderl.schedule.staleness import (
+    ReadyView,
+    StartView,
+    choose_batch,
+    choose_more,
+    choose_oldest_ready,
+    hall_violation,
+    starts_allowed,
+)
 from tiderl.schedule.tasks import ReplicaView
 
 CHANGES = st.lists(
@@ -49,13 +58,20 @@ def trajectory(number: int, prompt_id: int) -> Trajectory:
     )
 
 
-@given(st.integers(1, 3), st.integers(0, 2), st.lists(st.integers(0, 99), max_size=80))
-def test_the_buffer_counts_what_a_look_at_all_groups_would(batch: int, eta: int, choices: list[int]) -> None:
-    buffer = Buffer(batch, eta, "earliest_deadline", ReadinessSignals(64))
+@given(
+    st.sampled_from(["oldest_token", "window"]),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.lists(st.integers(0, 99), max_size=80),
+)
+def test_the_buffer_counts_what_a_look_at_all_groups_would(
+    counts: StalenessCounts, batch: int, eta: int, choices: list[int]
+) -> None:
+    buffer = Buffer(batch, eta, "earliest_deadline", ReadinessSignals(64), counts)
     for step, choice in enumerate(choices):
         unready = [group for group in buffer.groups.values() if not group.ready]
-        allowed = starts_allowed(StartView(buffer.started_groups, 10**6, batch, eta), buffer.updates_done)
-        if choice % 4 < 2 and allowed:
+        view = StartView(buffer.started_groups, 10**6, batch, eta, counts, buffer.updates_done)
+        if choice % 4 < 2 and starts_allowed(view, buffer.updates_done):
             buffer.start(Prompt("p"), buffer.updates_done, 1)
         elif choice % 4 == 2 and unready:
             group = unready[choice % len(unready)]
@@ -66,10 +82,22 @@ def test_the_buffer_counts_what_a_look_at_all_groups_would(batch: int, eta: int,
                 buffer.consume([buffer.groups[prompt_id] for prompt_id in buffer.taken])
             elif unready and choice > 90:
                 buffer.drop(unready[0])
-        views = buffer.views()
-        assert hall_violation(views, buffer.updates_done, batch, eta, buffer.taken) is None
-        expected = choose_more(views, buffer.taken, buffer.updates_done, batch, eta)
-        assert [group.prompt_id for group in buffer.more()] == list(expected)
+        more, whole = looked_at(buffer)
+        assert [group.prompt_id for group in buffer.more()] == more
         if not buffer.taken:
-            whole = choose_batch(views, buffer.updates_done, batch, eta)
-            assert [group.prompt_id for group in buffer.choose()] == list(whole or ())
+            assert [group.prompt_id for group in buffer.choose()] == whole
+
+
+def looked_at(buffer: Buffer) -> tuple[list[int], list[int]]:
+    """What may be taken now, and the next whole batch, by the rules of `schedule` over every group."""
+    batch, eta = buffer.batch_groups, buffer.max_staleness
+    if buffer.counts == "window":
+        ready = [
+            ReadyView(g.ready_update, g.ready_s, g.prompt_id) for g in buffer.groups.values() if g.ready_s is not None
+        ]
+        more = list(choose_oldest_ready(ready, buffer.taken, batch))
+        return more, more if len(more) == batch else []
+    views = buffer.views()
+    assert hall_violation(views, buffer.updates_done, batch, eta, buffer.taken) is None
+    more = list(choose_more(views, buffer.taken, buffer.updates_done, batch, eta))
+    return more, list(choose_batch(views, buffer.updates_done, batch, eta) or ())
