@@ -35,6 +35,38 @@ def test_the_json_holds_the_workload_and_each_strategys_result(capsys: pytest.Ca
     assert sum(areal["account"].values()) == areal["account_total_rank_s"]
 
 
+SCARCE = ["-o", "rollout.max_context_tokens=128", "-o", "rollout.kv_budget_tokens=300", "-o", "env.slots=32"]
+CTB_ONLY = ["-o", "rollout.growth_z=2", "-o", "rollout.priority=weighted", "-o", "rollout.priority_weights.group=9"]
+
+
+def test_a_name_may_carry_the_kv_policy_so_that_both_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["areal", "areal+ctb", "sync+lru"]
+    command = ["compare", BUILTIN, "--strategies", ",".join(names), *SMALL, *SCARCE, *CTB_ONLY]
+    assert execute([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["strategies"]
+    assert list(found) == names
+    assert [found[name]["strategy"] for name in names] == ["areal", "areal", "sync"]
+    assert [found[name]["kv_policy"] for name in names] == ["lru", "ctb", "lru"]
+    assert [found[name]["tasks_paused"] is None for name in names] == [True, False, True]
+    said = {name: [line for line in found[name]["no_effect"] if line.startswith("rollout.")] for name in names}
+    assert said["areal+ctb"] == []
+    assert found["areal+ctb"]["kv_priority_weights"]["group"] == 9.0
+    dropped = ["rollout.growth_z", "rollout.priority", "rollout.priority_weights.group"]
+    for name in ("areal", "sync+lru"):
+        assert said[name] == [f"{key} has no effect: rollout.kv_policy is lru" for key in dropped]
+    assert execute(command) == 0
+    shown = capsys.readouterr().out
+    assert "areal+ctb" in shown and "re-prefilled tokens" in shown
+    assert "sync+lru: rollout.growth_z has no effect: rollout.kv_policy is lru" in " ".join(shown.split())
+
+
+def test_a_simulation_is_the_same_whatever_it_is_compared_with(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["compare", BUILTIN, "--strategies", "sync,areal+ctb", *SMALL, *SCARCE, "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)["strategies"]["areal+ctb"]
+    assert execute(["sim", BUILTIN, *SMALL, *SCARCE, "-o", "rollout.kv_policy=ctb", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["log_sha256"] == compared["log_sha256"]
+
+
 def test_the_table_has_a_column_a_strategy_and_says_what_was_dropped(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(["compare", BUILTIN, *SMALL, "-o", "schedule.max_staleness=3"]) == 0
     shown = capsys.readouterr().out
@@ -49,6 +81,14 @@ def test_the_table_has_a_column_a_strategy_and_says_what_was_dropped(capsys: pyt
         (["--strategies", "sync,sync"], "sync is named twice"),
         (["--strategies", ","], "no strategy to compare"),
         (["--strategies", "tide"], "not yet supported"),
+        (["--strategies", "areal,areal+mru"], "unknown KV policy 'mru' in 'areal+mru'"),
+        (["--strategies", "areal+"], "unknown KV policy ''"),
+        (["--strategies", "nonsense+ctb"], "unknown strategy 'nonsense'"),
+        (
+            ["--strategies", "sync,areal+lru,areal"],
+            "areal+lru and areal are the same: rollout.kv_policy is lru in both",
+        ),
+        (["--strategies", "sync,areal+ctb", "-o", "rollout.kv_policy=lru"], "rollout.kv_policy is what is compared"),
         (["-o", "schedule.strategy=areal"], "schedule.strategy is what is compared"),
         (["-o", "train.updates=0"], "train.updates"),
     ],
@@ -69,6 +109,16 @@ def test_live_each_strategy_trains_in_turn(tmp_path, monkeypatch, capsys) -> Non
     shown = json.loads(capsys.readouterr().out)["strategies"]
     assert [Path(result["run_dir"]).name for result in shown.values()] == ["both-sync", "both-areal"]
     assert all(result["updates"] == 1 for result in shown.values())
+
+
+@pytest.mark.live
+def test_live_both_kv_policies_train_in_turn(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny = [*SMALL, "-o", "train.updates=1", "-o", "warmup.updates=1", "-o", "cluster.kind=inline", "-o", "run=both"]
+    assert execute(["compare", BUILTIN, "--strategies", "areal+lru,areal+ctb", "--live", *tiny, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["strategies"]
+    assert [Path(result["run_dir"]).name for result in shown.values()] == ["both-areal+lru", "both-areal+ctb"]
+    assert [result["kv_policy"] for result in shown.values()] == ["lru", "ctb"]
 
 
 @pytest.mark.live

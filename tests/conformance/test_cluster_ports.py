@@ -27,7 +27,7 @@ MODEL = ModelSettings(
     kv_heads=1,
     words=tuple(f"w{i}" for i in range(64)),
 )
-ENGINE = EngineSettings(MODEL, kv_budget_tokens=1024)
+ENGINE = EngineSettings(MODEL, kv_budget_tokens=1024, host_kv_budget_tokens=512)
 TRAINER = TrainerSettings(MODEL, seed=0, temperature=1.0)
 
 

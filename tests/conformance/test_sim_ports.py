@@ -40,18 +40,21 @@ def workload() -> Workload:
     return Workload(0, PROFILE, max_turns=16, max_context_tokens=128, max_new_tokens_per_turn=8)
 
 
-def subject(layout: str, weight_sync: TransferKind = "relay", block: int = 16) -> Subject:
-    settings = EngineSettings(MODEL, kv_budget_tokens=512, kv_block_tokens=block)
+def subject(layout: str, weight_sync: TransferKind = "relay", block: int = 16, kv_policy: str = "lru") -> Subject:
+    settings = EngineSettings(
+        MODEL, kv_budget_tokens=512, kv_block_tokens=block, kv_policy=kv_policy, host_kv_budget_tokens=256
+    )
     # Reference and actor take turns on their rank, so that the swap between them is in every promise.
     cost = replace(cost_model("this-cpu", MODEL), swap_one_way_s=0.001)
     cluster = SimCluster(LAYOUTS[layout], [1], cost, workload(), settings, weight_sync=weight_sync)
     return Subject(cluster, vocab_size=64, max_context_tokens=128)
 
 
+@pytest.mark.parametrize("kv_policy", ["lru", "ctb"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("promise", PROMISES, ids=name_of)
-def test_simulated_cluster(promise: Promise, layout: str) -> None:
-    run_virtual(lambda: check(lambda: subject(layout), promise))
+def test_simulated_cluster(promise: Promise, layout: str, kv_policy: str) -> None:
+    run_virtual(lambda: check(lambda: subject(layout, kv_policy=kv_policy), promise))
 
 
 @pytest.mark.parametrize("weight_sync", ["broadcast", "delta"])

@@ -8,7 +8,8 @@ import pytest
 from support import counting_env
 
 from tiderl.data.errors import ConfigurationError
-from tiderl.envs.check import Report, check
+from tiderl.envs.check import check
+from tiderl.envs.findings import Report
 from tiderl.envs.play import play
 
 pytestmark = pytest.mark.live
@@ -64,6 +65,17 @@ def test_async_environments_are_checked_too() -> None:
         ("class Mine(Counting):\n @classmethod\n def prompts(cls, split, **o):\n"
          "  return (Prompt(str(n)) for n in itertools.count())\n", "protocol", "problem"),
         ("class Mine(Counting):\n def tools(self):\n  return []\n", "reserved methods", "note"),
+        ("class Mine(Counting):\n def pause(self):\n  pass\n def resume(self):\n  pass\n", "pause", "ok"),
+        ("class Mine(Counting):\n def pause(self):\n  pass\n", "one of pause and resume", "note"),
+        ("class Mine(Counting):\n def pause(self):\n  pass\n def resume(self):\n  raise OSError('gone')\n",
+         "pause", "problem"),
+        # time goes on while it is paused
+        ("class Mine(Counting):\n def pause(self):\n  self.left -= 1\n def resume(self):\n  pass\n",
+         "pause", "problem"),
+        ("class Mine(Counting):\n def pause(self):\n  pass\n def resume(self):\n  pass\n"
+         " @classmethod\n def vocabulary(cls, **o):\n  return []\n"
+         " def step(self, action):\n  step = super().step(action)\n"
+         "  return Step(str(random.random()), step.reward, step.terminated)\n", "pause", "note"),
         ("class Mine(Environment):\n @classmethod\n def prompts(cls, split, **o):\n"
          "  return [Prompt(split, 2, {'s': split})]\n"
          " def reset(self, prompt):\n  return 'go'\n"

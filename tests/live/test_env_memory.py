@@ -11,7 +11,8 @@ from support.environments_suite import key
 
 from tiderl.data.errors import EnvironmentMemory
 from tiderl.data.records import Action, Prompt
-from tiderl.envs.check import Report, check
+from tiderl.envs.check import check
+from tiderl.envs.findings import Report
 from tiderl.envs.pool import build_environments
 
 pytestmark = pytest.mark.live

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -10,14 +12,16 @@ import numpy as np
 import pytest
 from support.virtual_runs import resolved_example
 
+from tiderl.data.errors import EnvironmentRaised
 from tiderl.data.events import Dropped, PromptIssued, RankState, RoleChanged, RunEnded, VersionLoaded, VersionPublished
-from tiderl.data.records import MicroBatch, Sequence, TaskKey, Trajectory, TurnSpan
+from tiderl.data.forks import Fork
+from tiderl.data.records import Action, MicroBatch, Observation, Sequence, Step, TaskKey, Trajectory, TurnSpan
 from tiderl.data.turns import EngineStats, Sampling, Turn, TurnResult
 from tiderl.runtime.ports import PromptRow, TrajectoryRow, VersionRow
 from tiderl.sim.checks.events import EventBook
 from tiderl.sim.checks.journal import JournalBook
 from tiderl.sim.checks.report import Findings
-from tiderl.sim.checks.tasks import TaskBook
+from tiderl.sim.checks.tasks import TaskBook, WatchedHandle
 from tiderl.sim.checks.training import TrainerBook
 
 SETTINGS = msgspec.structs.replace(
@@ -122,6 +126,9 @@ def stale_by_window(journal: JournalBook) -> None:
     journal.commit(3, [0, 1])
 
 
+ONCE = Fork(3, ((1, 2),))
+
+
 BROKEN: list[tuple[str, str, Callable[[JournalBook], None]]] = [
     ("I1", "ended as trained", lambda j: (j.commit(1, [0, 1]), j.append([TrajectoryRow(0, 0, 0, 0, "running")]))),
     ("I1", "without a reason", lambda j: j.append([TrajectoryRow(0, 0, 0, 0, "dropped")])),
@@ -148,6 +155,11 @@ BROKEN: list[tuple[str, str, Callable[[JournalBook], None]]] = [
     ("I8", "columns", lambda j: j.stored(trajectory(0, 0, 0, loss_mask=np.zeros(5, np.bool_)), "x")),
     ("I8", "where nothing was sampled", lambda j: j.stored(trajectory(0, 0, 0, logprobs=np.ones(5, np.float32)), "x")),
     ("I8", "outside its turns", lambda j: j.stored(trajectory(0, 0, 0, turns=(TurnSpan(3, 4, 0.0, "", "stop"),)), "x")),
+    ("I8", "out of place", lambda j: j.stored(trajectory(0, 0, 0, forks=(Fork(5, ((0, 1),)),)), "x")),
+    ("I8", "out of place", lambda j: j.stored(trajectory(0, 0, 0, forks=(Fork(2, ((1, 3),)),)), "x")),
+    ("I8", "out of place", lambda j: j.stored(trajectory(0, 0, 0, forks=(Fork(4, ()),)), "x")),
+    ("I8", "what was sampled", lambda j: j.stored(trajectory(0, 0, 0, forks=(Fork(4, ((2, 4),)),)), "x")),
+    ("I8", "had left before", lambda j: j.stored(trajectory(0, 0, 0, forks=(ONCE, Fork(4, ((0, 2),)))), "x")),
     ("I9", "not finite", lambda j: j.stored(trajectory(0, 0, 0, reward=float("nan")), "x")),
     ("I9", "has the payload of", lambda j: j.append([TrajectoryRow(0, 0, 0, 0, "ready", sha256="sha1")])),
     ("I9", "consumes groups", lambda j: j.commit(1, [0])),
@@ -193,11 +205,50 @@ def test_a_restored_and_redone_update_is_in_the_weights_once() -> None:
     assert journal.findings.violations == []
 
 
+def part_of(number: int, *bearing: int) -> Sequence:
+    """The sequence with loss for these of its two sampled tokens only."""
+    whole = sequence(number)
+    return msgspec.structs.replace(whole, loss_mask=np.isin(np.arange(5), [3 + at for at in bearing]))
+
+
+def test_a_trajectory_in_several_sequences_is_in_the_weights_once() -> None:
+    journal = started()
+    trainer = trainer_of(journal)
+    trained(trainer, 1, part_of(0, 0), part_of(0, 1), sequence(1))
+    journal.commit(1, [0, 1])
+    trainer.exports(1)
+    assert journal.findings.violations == []
+
+
+def test_the_tokens_of_an_update_are_those_of_all_sequences() -> None:
+    journal = started()
+    # Of five tokens, one leaves before the last is sampled: 4 and then 4.
+    early = TurnSpan(3, 4, 0.0, "", "stop"), TurnSpan(5, 6, 0.0, "", "stop")
+    mask = np.array([False, False, False, True, False, True])
+    logprobs, versions = np.where(mask, -1.0, 0.0).astype(np.float32), np.where(mask, 0, -1).astype(np.int32)
+    forked = msgspec.structs.replace(
+        trajectory(0, 0, 0),
+        ids=np.zeros(6, np.int32),
+        loss_mask=mask,
+        logprobs=logprobs,
+        versions=versions,
+        turns=early,
+        forks=(Fork(4, ((1, 2),)),),
+    )
+    journal.stored(forked, "x")
+    assert journal.findings.violations == []
+    assert journal.payloads["x"].tokens == 4 + 5
+    journal.stored(trajectory(0, 0, 0), "y")
+    assert journal.payloads["y"].tokens == 5
+
+
 WRONGLY_TRAINED: list[tuple[str, str, Callable[[TrainerBook], None]]] = [
     ("I2", "empty trainer", lambda t: t.lost()),
     ("I2", "holds the updates []", lambda t: t.restores("u0")),
     ("I2", "holds the updates [1, 1]", lambda t: trained(t, 1, sequence(0), sequence(1))),
     ("I9", "is compared with", lambda t: trained(t, 1, sequence(0, rewards=(0.0, 5.0)))),
+    ("I8", "bore loss for 3 tokens, it has 2", lambda t: trained(t, 1, sequence(0), part_of(0, 1), sequence(1))),
+    ("I8", "bore loss for 1 tokens, it has 2", lambda t: trained(t, 1, part_of(0, 1), sequence(1))),
     ("I9", "not at its place", lambda t: trained(t, 1, sequence(0, rewards=(1.0, 0.0)))),
 ]
 
@@ -224,12 +275,21 @@ def test_an_update_computed_from_other_trajectories_than_the_journal_s_is_seen()
     assert "computed from [0], not [0, 1]" in journal.findings.violations[0]
 
 
+def test_a_trajectory_that_is_trained_twice_is_seen() -> None:
+    journal = started()
+    trainer = trainer_of(journal)
+    trained(trainer, 1, sequence(0), sequence(1), sequence(0))
+    journal.commit(1, [0, 1])
+    trainer.exports(1)
+    assert "computed from [0, 0, 1], not [0, 1]" in journal.findings.violations[0]
+
+
 KEY = TaskKey("train", 0, 0)
 STATS = EngineStats(version=0, running=1, waiting=0, resident_tokens=10, budget_tokens=10)
 
 
-def turn(tokens: int = 3, number: int = 0) -> Turn:
-    return Turn(KEY, number, np.zeros(tokens, np.int32), Sampling(1.0, 2, ()), remaining_tokens=9)
+def turn(tokens: int = 3, number: int = 0, rewrites: tuple[int, ...] = ()) -> Turn:
+    return Turn(KEY, number, np.zeros(tokens, np.int32), Sampling(1.0, 2, ()), remaining_tokens=9, rewrites=rewrites)
 
 
 def result(*versions: int, number: int = 0, logprobs: int | None = None) -> TurnResult:
@@ -257,6 +317,24 @@ def test_a_right_task_breaks_no_rule() -> None:
     assert found.findings.violations == []
 
 
+def test_a_context_may_shrink_where_it_says_so() -> None:
+    found = tasks()
+    found.asks(turn())
+    found.answers(turn(), result(0, 0), STATS, 0, 0)
+    found.asks(turn(4, 1, (2,)))
+    found.answers(turn(4, 1, (2,)), result(0, number=1), STATS, 0, 0)
+    found.asks(turn(6, 2, (2,)))
+    assert found.findings.violations == []
+    assert found.findings.seen["a context forks"] == 1
+
+
+def shrinks(t: TaskBook, *later: Turn) -> None:
+    t.answers(turn(), result(0, 0), STATS, 0, 0)
+    for one in later:
+        t.asks(one)
+        t.answers(one, result(0, number=one.turn), STATS, 0, 0)
+
+
 WRONG_TASKS: list[tuple[str, str, Callable[[TaskBook], None]]] = [
     ("I1", "lives twice", lambda t: t.opens(KEY)),
     ("I1", "left open", lambda t: t.over()),
@@ -270,6 +348,10 @@ WRONG_TASKS: list[tuple[str, str, Callable[[TaskBook], None]]] = [
     ("I6", "has versions", lambda t: t.answers(turn(), result(0, 2), STATS, 0, 1)),
     ("I6", "has versions", lambda t: t.answers(turn(), result(0), STATS, 1, 2)),
     ("I8", "shrinks", lambda t: (t.answers(turn(), result(0, 0), STATS, 0, 0), t.asks(turn(4, 1)))),
+    ("I8", "shrinks", lambda t: shrinks(t, turn(4, 1, (5,)))),  # less than what it says it begins with
+    ("I8", "shrinks", lambda t: shrinks(t, turn(8, 1, (6,)))),  # more than there was
+    ("I8", "shrinks", lambda t: shrinks(t, turn(4, 1, (2,)), turn(4, 2, (2,)))),  # the second time it does not say so
+    ("I8", "shrinks", lambda t: shrinks(t, turn(4, 1, (2,)), turn(9, 2))),  # a fork is never undone
     ("I8", "lacks", lambda t: t.answers(turn(), result(0, 0, logprobs=1), STATS, 0, 0)),
     ("I8", "more than it may", lambda t: t.answers(turn(), result(0, 0, 0), STATS, 0, 0)),
     ("I8", "the answer of", lambda t: t.answers(turn(), result(0, number=1), STATS, 0, 0)),
@@ -282,6 +364,101 @@ def test_a_wrong_task_is_seen(invariant: str, words: str, breaks: Callable[[Task
     found.asks(turn())
     breaks(found)
     assert any(what.startswith(invariant) and words in what for what in found.findings.violations)
+
+
+class World:
+    """A handle whose calls take one pass of the loop, and which raises in `fails_in`."""
+
+    def __init__(self, fails_in: str = "") -> None:
+        self.fails_in = fails_in
+
+    async def reset(self) -> Observation:
+        await asyncio.sleep(0)
+        return Observation(("start",))
+
+    async def step(self, action: Action) -> Step:
+        await asyncio.sleep(0)
+        return Step(Observation(("on",)))
+
+    async def score(self, trajectory: Trajectory) -> float | None:
+        return None
+
+    async def pause(self) -> None:
+        await self._at_once("pause")
+
+    async def resume(self) -> None:
+        await self._at_once("resume")
+
+    async def close(self) -> None:
+        pass
+
+    async def _at_once(self, call: str) -> None:
+        await asyncio.sleep(0)
+        if call == self.fails_in:
+            raise EnvironmentRaised("on purpose", where=str(KEY))
+
+
+def watched(scenario: Callable[[WatchedHandle], Coroutine[Any, Any, object]], world: World | None = None) -> Findings:
+    """What is found where the scenario has a handle that was reset and stepped."""
+    found = tasks()
+
+    async def main() -> None:
+        handle = WatchedHandle(world or World(), KEY, found)
+        await handle.reset()
+        await handle.step(Action("go"))
+        with contextlib.suppress(EnvironmentRaised):
+            await scenario(handle)
+        await handle.close()
+
+    asyncio.run(main())
+    found.over()
+    return found.findings
+
+
+async def in_turn(*calls: Coroutine[Any, Any, object]) -> None:
+    for call in calls:
+        await call
+
+
+def go(handle: WatchedHandle) -> Coroutine[Any, Any, object]:
+    return handle.step(Action("go"))
+
+
+RIGHT_PAUSES: list[tuple[str, Callable[[WatchedHandle], Coroutine[Any, Any, object]], World]] = [
+    ("pairs", lambda h: in_turn(h.pause(), h.resume(), go(h), h.pause(), h.resume(), go(h)), World()),
+    ("ends while paused", lambda h: in_turn(h.pause()), World()),
+    ("pause raises", lambda h: in_turn(h.pause()), World("pause")),
+    ("resume raises", lambda h: in_turn(h.pause(), h.resume()), World("resume")),
+]
+
+
+@pytest.mark.parametrize(("scenario", "world"), [p[1:] for p in RIGHT_PAUSES], ids=[p[0] for p in RIGHT_PAUSES])
+def test_right_pauses_break_no_rule(scenario: Callable[[WatchedHandle], Any], world: World) -> None:
+    findings = watched(scenario, world)
+    assert findings.violations == []
+    assert findings.seen["an environment pauses"] >= 1
+
+
+def test_a_task_that_ends_while_it_is_paused_is_seen() -> None:
+    assert watched(lambda h: h.pause()).seen["an environment closed while it is paused"] == 1
+    assert not watched(lambda h: in_turn(h.pause(), h.resume())).seen["an environment closed while it is paused"]
+
+
+WRONG_PAUSES: list[tuple[str, Callable[[WatchedHandle], Coroutine[Any, Any, object]]]] = [
+    ("pause of train/0.0#0, which is paused", lambda h: in_turn(h.pause(), h.pause())),
+    ("resume of train/0.0#0, which is not paused", lambda h: h.resume()),
+    ("resume of train/0.0#0, which is not paused", lambda h: in_turn(h.pause(), h.resume(), h.resume())),
+    ("step of train/0.0#0, which is paused", lambda h: in_turn(h.pause(), go(h))),
+    ("pause of train/0.0#0 while its step is running", lambda h: asyncio.gather(go(h), h.pause())),
+    ("step of train/0.0#0 while its pause is running", lambda h: asyncio.gather(h.pause(), go(h))),
+    ("resume of train/0.0#0 while its pause is running", lambda h: asyncio.gather(h.pause(), h.resume())),
+]
+
+
+@pytest.mark.parametrize(("words", "scenario"), WRONG_PAUSES, ids=[f"{n} {p[0]}" for n, p in enumerate(WRONG_PAUSES)])
+def test_a_wrong_pause_is_seen(words: str, scenario: Callable[[WatchedHandle], Any]) -> None:
+    (first, *_) = watched(scenario).violations
+    assert first.startswith("I1") and words in first
 
 
 def events(journal: JournalBook) -> EventBook:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -73,6 +74,7 @@ def engine_of(
     beside: int = 2048,
     block: int = 16,
     shared: dict[int, Shared] | None = None,
+    kv_policy: str = "lru",
 ) -> SimEngine:
     settings = EngineSettings(
         MODEL,
@@ -81,6 +83,7 @@ def engine_of(
         prefill_tokens_per_step=chunk,
         prefill_tokens_beside_decoding=beside,
         kv_block_tokens=block,
+        kv_policy=kv_policy,
     )
     return SimEngine(0, [SimRank(0)], COST, settings, Talk(says, shared or {}), {})
 
@@ -105,6 +108,8 @@ def got_of(result: TurnResult, now_s: float) -> Got:
 class Simulated:
     got: dict[tuple[int, int], Got] = field(default_factory=dict)
     preemptions: int = 0
+    evicted_tokens: int = 0
+    resident: list[tuple[float, int, int]] = field(default_factory=list)  # at a moment: tokens, and unused ones
 
 
 def simulate(script: Script) -> Simulated:
@@ -120,6 +125,7 @@ def simulate(script: Script) -> Simulated:
             chunk=script.prefill_per_step,
             beside=script.prefill_beside,
             block=script.block,
+            kv_policy=script.kv_policy,
             shared={
                 i: (("system", script.system), (task.group, task.prompt))
                 for i, task in enumerate(script.tasks)
@@ -161,7 +167,8 @@ def simulate(script: Script) -> Simulated:
         async def watch() -> None:
             while True:
                 stats = engine.stats
-                assert 0 <= stats.resident_tokens <= stats.budget_tokens
+                assert 0 <= stats.held_tokens <= stats.resident_tokens <= stats.budget_tokens
+                out.resident.append((loop.time(), stats.resident_tokens, stats.held_tokens))
                 await asyncio.sleep(0.013)
 
         watcher = asyncio.ensure_future(watch())
@@ -173,7 +180,7 @@ def simulate(script: Script) -> Simulated:
             for moment, number, turn in script.aborts:
                 group.create_task(abort(moment, number, turn))
         watcher.cancel()
-        out.preemptions = engine.stats.preemptions
+        out.preemptions, out.evicted_tokens = engine.stats.preemptions, engine.stats.evicted_tokens
 
     run_virtual(main)
     return out
@@ -239,14 +246,33 @@ def assert_equal_to_oracle(script: Script, label: object) -> Played:
         assert (have.versions, have.reason, have.cached) == (want.versions, want.reason, want.cached), (label, name)
         for what in ("finished_s", "queued_s", "prefill_s", "decode_s"):
             assert getattr(have, what) == pytest.approx(getattr(want, what), rel=1e-9, abs=1e-9), (label, name, what)
+    if script.kv_policy == "ctb":
+        assert actual.evicted_tokens == expected.evicted_blocks * script.block, label
+    if not script.aborts and all(task.release_s is None for task in script.tasks):
+        assert_resident_is_exact(expected, actual, label)
     return expected
 
 
+def assert_resident_is_exact(expected: Played, actual: Simulated, label: object) -> None:
+    """At every moment that was looked at: between two changes, what was there after the last one."""
+    moments = [moment for moment, *_ in expected.resident]
+    for moment, *tokens in actual.resident:
+        at = bisect_right(moments, moment) - 1
+        if at >= 0 and all(abs(moment - other) > 1e-9 for other in moments[at : at + 2]):
+            assert tokens == list(expected.resident[at][1:]), (label, moment)
+
+
+@pytest.mark.parametrize("kv_policy", ["lru", "ctb"])
 @pytest.mark.parametrize("start", range(0, 400, 50))
-def test_closed_form_equals_the_per_iteration_oracle(start: int) -> None:
-    played = [assert_equal_to_oracle(random_script(seed), seed) for seed in range(start, start + 50)]
+def test_closed_form_equals_the_per_iteration_oracle(start: int, kv_policy: str) -> None:
+    scripts = {seed: replace(random_script(seed), kv_policy=kv_policy) for seed in range(start, start + 50)}
+    for seed in range(start, start + 50, 10):  # nothing from outside: resident tokens are compared at many moments
+        calm = replace(scripts[seed], aborts=(), tasks=tuple(replace(t, release_s=None) for t in scripts[seed].tasks))
+        assert_equal_to_oracle(calm, seed)
+    played = [assert_equal_to_oracle(script, seed) for seed, script in scripts.items()]
     assert sum(p.preemptions for p in played) > 10, "preemption was not exercised"
     assert sum(got.cached > 0 for p in played for got in p.got.values()) > 20, "nothing was found cached"
+    assert kv_policy == "lru" or sum(p.evicted_blocks for p in played) > 100, "no held task made room"
 
 
 def test_one_turn_takes_what_the_formula_says() -> None:

@@ -61,6 +61,29 @@ def test_a_run_takes_as_long_again(folder: Path, name: str) -> None:
     assert result["recycled_groups"] == 0
 
 
+def test_waits_for_kv_room_are_no_part_of_what_is_replayed(tmp_path: Path) -> None:
+    scarce = ["rollout.max_context_tokens=128", "rollout.kv_budget_tokens=250", "env.deadline_s=300", WAIT]
+    runs = {
+        policy: simulate(BUILTIN, [*SMALL, *scarce, f"rollout.kv_policy={policy}"], save=str(tmp_path / policy))
+        for policy in ("lru", "ctb")
+    }
+    assert runs["ctb"]["tasks_paused"] > 0
+    calls = {
+        policy: {(call.key, call.turn): call.seconds for call in recorded(tmp_path / policy).recording.env_calls}
+        for policy in runs
+    }
+    common = calls["lru"].keys() & calls["ctb"].keys()
+    assert len(common) > 500
+    for call in common:
+        assert calls["ctb"][call] == pytest.approx(calls["lru"][call], abs=1e-9)
+    result = replayed(tmp_path / "ctb")
+    assert result["kv_policy"] == recorded(tmp_path / "ctb").metrics.figures()["kv_policy"] == "ctb"
+    assert result["trained_loss_tokens"] == runs["ctb"]["trained_loss_tokens"]
+    assert result["measured_step_s"] is not None and result["recycled_groups"] == 0
+    other = replayed(tmp_path / "ctb", ["rollout.kv_policy=lru"])
+    assert (other["kv_policy"], other["measured_step_s"], other["no_effect"]) == ("lru", None, [])
+
+
 @pytest.mark.parametrize(("run", "costs"), [("areal", "sync"), ("sync", "areal"), ("waits", "sync")])
 def test_costs_of_one_schedule_foretell_another(folder: Path, run: str, costs: str) -> None:
     result = replayed(folder / run, calibrated_by=str(folder / costs))
@@ -99,6 +122,7 @@ def test_another_number_of_updates_is_compared_with_nothing(folder: Path) -> Non
         (PROFILE, "sim.workload"),
         (WAIT, "env.wait"),
         ("env.workers=3", "env.workers"),
+        ("rollout.image_window=5", "rollout.image_window"),
     ],
 )
 def test_what_a_replay_ignores_is_said_and_keeps_the_measured_figures(folder: Path, override: str, key: str) -> None:

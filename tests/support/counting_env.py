@@ -55,6 +55,68 @@ class Patient(Counting):
         return super().step(action)
 
 
+class Pausable(Counting):
+    """Adds a line to the file `log` for each call; `pause` and `resume` then do what their options say."""
+
+    def __init__(self, log: str, pause: str = "count", resume: str = "count") -> None:
+        super().__init__()
+        self.log, self.on_pause, self.on_resume = log, pause, resume
+
+    def note(self, call: str) -> None:
+        with open(self.log, "a", encoding="utf-8") as log:
+            log.write(f"{call}\n")
+
+    def reset(self, prompt: Prompt) -> str:
+        self.note("reset")
+        return super().reset(prompt)
+
+    def step(self, action: Action) -> Step:
+        self.note("step")
+        return super().step(action)
+
+    def pause(self) -> Any:
+        self.note("pause")
+        return misbehave(self.on_pause)
+
+    def resume(self) -> Any:
+        self.note("resume")
+        return misbehave(self.on_resume)
+
+    def close(self) -> None:
+        self.note("close")
+
+
+class PausableAwaiting(Pausable):
+    """The same, with `async def`."""
+
+    async def pause(self) -> None:
+        self.note("pause")
+        await behave(self.on_pause)
+
+    async def resume(self) -> None:
+        self.note("resume")
+        await behave(self.on_resume)
+
+
+class PausableOnly(Counting):
+    """Declares `pause` without `resume`."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__()
+        self.log = log
+
+    def pause(self) -> None:
+        with open(self.log, "a", encoding="utf-8") as log:
+            log.write("pause\n")
+
+
+async def behave(what: str) -> None:
+    """`misbehave` on an event loop."""
+    if what == "hang":
+        await asyncio.Event().wait()
+    misbehave(what)
+
+
 class Naughty(Counting):
     """Does in `step` what the action's text asks for; in `reset` what the prompt's payload asks for."""
 

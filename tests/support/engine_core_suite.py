@@ -23,14 +23,19 @@ CONTEXT = [5, 9, 12, 33, 7]
 
 @dataclass(frozen=True)
 class Subject:
-    """A fresh engine without weights: vocabulary at least 64, context 48, KV budget `budget_tokens`."""
+    """A fresh engine without weights: vocabulary at least 64, context 48 blocks, KV budget `budget_tokens`."""
 
     engine: EngineCore
     weights: Callable[[int], WeightHandle]
     budget_tokens: int
 
 
-Make = Callable[[int], Subject]  # KV budget in tokens -> engine
+Make = Callable[[int], Subject]  # KV budget in tokens -> engine; `block_tokens` where it keeps KV in blocks
+
+
+def block_of(make: Make) -> int:
+    """Tokens of one block of its KV: what a check holds, frees or fills is so many times as long."""
+    return getattr(make, "block_tokens", 1)
 
 
 def ready(make: Make, budget_tokens: int = 400) -> EngineCore:
@@ -99,21 +104,22 @@ def check_another_seed_draws_other_tokens(make: Make) -> None:
 
 def check_a_later_turn_reuses_what_is_held(make: Make) -> None:
     engine = ready(make)
-    (first,) = run(engine, turn(0, CONTEXT, 4))
-    history = [*CONTEXT, *first.ids.tolist()]
+    context = CONTEXT * block_of(make)
+    (first,) = run(engine, turn(0, context, 4))
+    history = [*context, *first.ids.tolist()]
     (second,) = run(engine, turn(0, [*history, 2, 3], 4, at=1))
     assert second.cached_tokens >= 0.8 * len(history)
 
 
 def check_a_turn_that_is_not_retained_holds_nothing(make: Make) -> None:
     engine = ready(make)
-    run(engine, turn(0, CONTEXT, 4, retain=False))
+    run(engine, turn(0, CONTEXT * block_of(make), 4, retain=False))
     assert engine.stats().resident_tokens == 0
 
 
 def check_release_frees_and_is_idempotent(make: Make) -> None:
     engine = ready(make)
-    run(engine, turn(0, CONTEXT, 4))
+    run(engine, turn(0, CONTEXT * block_of(make), 4))
     if engine.capabilities.retain:
         assert engine.stats().resident_tokens > 0
     engine.release(task(0))
@@ -142,9 +148,10 @@ def check_tokens_carry_the_version_that_made_them(make: Make) -> None:
 def check_new_weights_forget_held_kv(make: Make) -> None:
     subject = make(400)
     subject.engine.load_weights(subject.weights(0))
-    (first,) = run(subject.engine, turn(0, CONTEXT, 4))
+    context = CONTEXT * block_of(make)
+    (first,) = run(subject.engine, turn(0, context, 4))
     subject.engine.load_weights(subject.weights(1))
-    (second,) = run(subject.engine, turn(0, [*CONTEXT, *first.ids.tolist(), 2], 4, at=1))
+    (second,) = run(subject.engine, turn(0, [*context, *first.ids.tolist(), 2], 4, at=1))
     assert second.cached_tokens == 0
 
 
@@ -223,13 +230,14 @@ def check_zero_new_tokens_end_at_once(make: Make) -> None:
 
 
 def check_what_can_never_fit_is_refused(make: Make) -> None:
-    engine = ready(make, 20)
-    with pytest.raises(RequestTooLarge, match="KV budget of 20"):
-        engine.add(turn(0, [3] * 17, 4))
-    (result,) = run(engine, turn(0, [3] * 16, 4))  # exactly the budget
+    block = block_of(make)
+    engine = ready(make, 20 * block)
+    with pytest.raises(RequestTooLarge, match=f"KV budget of {20 * block}"):
+        engine.add(turn(0, [3] * (20 * block - 3), 4))
+    (result,) = run(engine, turn(0, [3] * (20 * block - 4), 4))  # exactly the budget
     assert len(result.ids) == 4
-    with pytest.raises(RequestTooLarge, match="context of 48"):
-        ready(make, 400).add(turn(0, [3] * 45, 4))
+    with pytest.raises(RequestTooLarge, match=f"context of {48 * block}"):
+        ready(make, 400 * block).add(turn(0, [3] * (48 * block - 3), 4))
     assert not engine.has_work()
 
 
@@ -263,10 +271,29 @@ def check_larger_priority_first_then_arrival(make: Make) -> None:
 
 
 def check_stats_name_the_holders_largest_first(make: Make) -> None:
-    engine = ready(make)
-    run(engine, turn(0, CONTEXT, 1), turn(1, CONTEXT * 2, 1))
+    block = block_of(make)
+    engine = ready(make, 400 * block)
+    run(engine, turn(0, CONTEXT * block, 1), turn(1, CONTEXT * 2 * block, 1))
     if engine.capabilities.retain:
         assert engine.stats().holders == (str(task(1)), str(task(0)))
+
+
+def check_offloaded_kv_leaves_the_pool_and_comes_back(make: Make) -> None:
+    engine = ready(make)
+    if not engine.capabilities.offload:
+        pytest.skip("this engine says that it cannot offload")
+    (first,) = run(engine, turn(0, CONTEXT * 4, 4))
+    history = [*CONTEXT * 4, *first.ids.tolist()]
+    held = engine.stats().held_tokens
+    engine.offload(task(0))
+    stats = engine.stats()
+    assert stats.held_tokens == stats.resident_tokens == 0 and stats.offloaded_tokens == held > 0
+    (second,) = run(engine, turn(0, [*history, 2, 3], 4, at=1))
+    assert second.cached_tokens >= 0.8 * len(history)
+    assert engine.stats().offloaded_tokens == 0
+    engine.offload(task(0))
+    engine.release(task(0))
+    assert engine.stats().offloaded_tokens == 0
 
 
 CHECKS = tuple(check for name, check in sorted(globals().items()) if name.startswith("check_"))

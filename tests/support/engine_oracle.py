@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from support.block_oracle import Blocks
+
 from tiderl.cost.model import CostModel
 
 
@@ -40,6 +42,7 @@ class Script:
     prefill_beside: int = 1 << 30  # in a step that also decodes
     block: int = 16
     system: int = 0  # tokens that all tasks of all groups start with
+    kv_policy: str = "lru"
 
 
 @dataclass(frozen=True)
@@ -78,37 +81,20 @@ class _Running:
         return min(self.script.says, self.script.max_new)
 
 
-class _Blocks:
-    """Every block by name; a name says whose it is and where in the context."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.users: dict[tuple, int] = {}
-        self.queue: list[tuple] = []  # whole ones that nobody uses, least recently used first
-        self.filled: dict[tuple, int] = {}  # positions computed
-
-    def take(self, name: tuple) -> None:
-        self.users[name] = self.users.get(name, 0) + 1
-        self.filled.setdefault(name, 0)
-        while len(self.users) + len(self.queue) > self.count and self.queue:
-            self.forget(self.queue[0])
-
-    def forget(self, name: tuple) -> None:
-        self.queue.remove(name)
-        del self.filled[name]
-
-
 @dataclass
 class Played:
     got: dict[tuple[int, int], Got]
     peak_blocks: int = 0
     preemptions: int = 0
+    evicted_blocks: int = 0
+    resident: list[tuple[float, int, int]] = field(default_factory=list)  # from a moment on: tokens, and unused ones
 
 
 def play(script: Script, cost: CostModel) -> Played:
     """What every turn got; the largest number of blocks used or cached at once; preemptions."""
     size = script.block
-    blocks = _Blocks(max(script.kv_budget // size, -(-min(script.kv_budget, 4096) // size)))
+    count = max(script.kv_budget // size, -(-min(script.kv_budget, 4096) // size))
+    blocks = Blocks(count, script.kv_policy == "ctb", [task.group for task in script.tasks])
     users, filled = blocks.users, blocks.filled
     now, version, order, seats = 0.0, -1, 0, 0
     arrivals = [(task.start_s, index, 0, 0) for index, task in enumerate(script.tasks)]
@@ -155,6 +141,8 @@ def play(script: Script, cost: CostModel) -> Played:
     def end(r: _Running, reason: str, at: float) -> None:
         if r in running:
             leave(r, script.tasks[r.task].retain)
+            if script.tasks[r.task].retain:
+                blocks.hold(r.task, script.tasks[r.task].priority)
         else:
             waiting.remove(r)
         admitted = at if r.admitted_s is None else r.admitted_s
@@ -175,6 +163,7 @@ def play(script: Script, cost: CostModel) -> Played:
         # What has come by now, in order of its moment.
         if loading_until is not None and now >= loading_until:
             version, loading_until = loading_version, None
+            blocks.held.clear()
             while blocks.queue:
                 blocks.forget(blocks.queue[0])
             for name in filled:
@@ -187,6 +176,9 @@ def play(script: Script, cost: CostModel) -> Played:
         if releases and min(releases)[0] <= now:
             releases.remove(first_release := min(releases))
             alive.discard(first_release[1])
+            blocks.unhold(first_release[1])
+            for name in [name for name in blocks.queue if name[:2] == ("task", first_release[1])]:
+                blocks.forget(name)
             for name in [name for name in blocks.queue if over(name)]:
                 blocks.forget(name)
             continue
@@ -198,6 +190,7 @@ def play(script: Script, cost: CostModel) -> Played:
             turn_script = script.tasks[task].turns[turn]
             waiting.append(_Running(task, turn, before + turn_script.new_context, turn_script, moment, order))
             alive.add(task)
+            blocks.use(task, script.tasks[task].priority)
             order += 1
             continue
         if aborts and aborts[0][0] <= now:
@@ -234,6 +227,7 @@ def play(script: Script, cost: CostModel) -> Played:
                     if name in blocks.queue:
                         blocks.queue.remove(name)
                         users[name] = 0
+                blocks.unhold(head.task)
                 for index, name in enumerate(names):
                     if index >= hits and users.get(name, 0) == 0:
                         filled[name] = 0
@@ -251,8 +245,9 @@ def play(script: Script, cost: CostModel) -> Played:
             moments += [loading_until] if loading_until is not None else [moment for moment, _ in loads]
             if waiting or running:
                 moments += [moment for moment, *_ in aborts]
+            out.resident.append((now, blocks.resident, blocks.resident_unused))
             if not moments:
-                return out
+                break
             now = max(now, min(moments))
             continue
 
@@ -262,6 +257,7 @@ def play(script: Script, cost: CostModel) -> Played:
             for name in names_of(r, r.known)[len(r.names) :]:
                 blocks.take(name)
                 r.names.append(name)
+        out.resident.append((now, blocks.resident, blocks.resident_unused))
         out.peak_blocks = max(out.peak_blocks, len(users) + len(blocks.queue))
         chunk = room = min(script.prefill_per_step, script.prefill_beside) if decoding else script.prefill_per_step
         ending = []
@@ -291,4 +287,5 @@ def play(script: Script, cost: CostModel) -> Played:
         # Those who decoded leave first, in order of admission, then those whose first token was their last.
         for r in sorted(done, key=lambda r: (r in ending, r.seat)):
             end(r, "stop" if r.script.says <= r.script.max_new else "length", now)
+    out.evicted_blocks = blocks.evicted
     return out

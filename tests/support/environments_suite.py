@@ -175,6 +175,41 @@ async def check_a_task_can_end_in_the_middle(make: Make) -> None:
     await environments.close()
 
 
+async def check_pauses_between_steps_change_nothing(make: Make) -> None:
+    environments = await started(make)
+    prompt = await first_prompt(environments)
+    handle = await environments.open(key(0), prompt)
+    await handle.reset()
+    straight = await play(handle)
+    await handle.close()
+    handle = await environments.open(key(0), prompt)
+    await handle.reset()
+    paused = []
+    for _ in straight:
+        await handle.pause()
+        await handle.resume()
+        paused.append(await handle.step(Action("go")))
+    assert [(s.observation, s.reward, s.terminated, s.truncated) for s in paused] == [
+        (s.observation, s.reward, s.terminated, s.truncated) for s in straight
+    ]
+    await handle.close()
+    await environments.close()
+
+
+async def check_a_task_can_end_while_it_is_paused(make: Make) -> None:
+    environments = await started(make, slots=1)
+    prompt = await first_prompt(environments)
+    handle = await environments.open(key(0), prompt)
+    await handle.reset()
+    await handle.pause()
+    await handle.close()
+    again = await environments.open(key(0, attempt=1), prompt)
+    await again.reset()
+    await play(again)
+    await again.close()
+    await environments.close()
+
+
 async def check_a_score_is_a_number_or_nothing(make: Make) -> None:
     environments = await started(make)
     handle = await environments.open(key(0), await first_prompt(environments))
@@ -226,6 +261,8 @@ CHECKS: tuple[Callable[[Make], Coroutine[Any, Any, None]], ...] = (
     check_a_slot_is_given_back_exactly_once,
     check_who_stops_waiting_takes_no_slot,
     check_a_task_can_end_in_the_middle,
+    check_pauses_between_steps_change_nothing,
+    check_a_task_can_end_while_it_is_paused,
     check_a_score_is_a_number_or_nothing,
     check_an_expert_where_declared_gives_actions,
     check_closing_twice_is_closing_once,

@@ -33,8 +33,9 @@ class Subject:
 
     cluster: Cluster
     vocab_size: int
-    max_context_tokens: int  # at least 64
+    max_context_tokens: int  # at least 64 blocks
     prompt_id: int = 0  # whose tasks the promise uses: another one for each promise over the same cluster
+    block_tokens: int = 1  # of its engines' KV: what is reused or not is whole blocks
 
     @property
     def engine(self) -> Engine:
@@ -143,7 +144,7 @@ async def weights_loaded_in_mid_turn_never_go_back(subject: Subject) -> None:
 
 
 async def second_turn_reuses_its_context(subject: Subject) -> None:
-    context = words(subject, 24)
+    context = words(subject, 24 * subject.block_tokens)
     first = await subject.engine.generate(turn_of(subject, context))
     longer = np.concatenate([context, first.ids, words(subject, 3, seed=1)])
     second = await subject.engine.generate(turn_of(subject, longer, turn=1))
@@ -152,7 +153,9 @@ async def second_turn_reuses_its_context(subject: Subject) -> None:
 
 
 async def released_context_is_computed_again(subject: Subject) -> None:
-    context = words(subject, 24)
+    if not subject.engine.capabilities.retain:
+        return  # its hints have no effect, and it says so
+    context = words(subject, 24 * subject.block_tokens)
     turn = turn_of(subject, context)
     first = await subject.engine.generate(turn)
     subject.engine.release(turn.task)
@@ -160,8 +163,23 @@ async def released_context_is_computed_again(subject: Subject) -> None:
     assert (await subject.engine.generate(turn_of(subject, longer, turn=1))).cached_tokens == 0
 
 
-async def kv_of_an_old_version_is_not_reused(subject: Subject) -> None:
+async def offloaded_context_comes_back(subject: Subject) -> None:
+    if not subject.engine.capabilities.offload:
+        pytest.skip("this engine says that it cannot offload")
     context = words(subject, 24)
+    turn = turn_of(subject, context)
+    first = await subject.engine.generate(turn)
+    subject.engine.offload(turn.task)
+    longer = np.concatenate([context, first.ids, words(subject, 3, seed=1)])
+    assert (await subject.engine.generate(turn_of(subject, longer, turn=1))).cached_tokens >= len(context) // 2
+    assert subject.engine.stats.offloaded_tokens == 0
+    subject.engine.offload(turn.task)
+    subject.engine.release(turn.task)
+    assert (await subject.engine.generate(turn_of(subject, longer, turn=2))).cached_tokens == 0
+
+
+async def kv_of_an_old_version_is_not_reused(subject: Subject) -> None:
+    context = words(subject, 24 * subject.block_tokens)
     first = await subject.engine.generate(turn_of(subject, context))
     await load_everywhere(subject, await subject.cluster.update.export(1))
     longer = np.concatenate([context, first.ids, words(subject, 3, seed=1)])
@@ -306,6 +324,7 @@ PROMISES: tuple[Promise, ...] = (
     weights_loaded_in_mid_turn_never_go_back,
     second_turn_reuses_its_context,
     released_context_is_computed_again,
+    offloaded_context_comes_back,
     kv_of_an_old_version_is_not_reused,
     aborted_turn_returns_what_it_has,
     cancelled_generate_frees_its_task,

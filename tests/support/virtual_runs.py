@@ -83,6 +83,12 @@ class FaultyHandle:
             raise answer
         return answer
 
+    async def pause(self) -> None:
+        await self._inner.pause()
+
+    async def resume(self) -> None:
+        await self._inner.resume()
+
     async def close(self) -> None:
         await self._inner.close()
 

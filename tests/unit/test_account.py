@@ -16,6 +16,9 @@ from tiderl.data.events import (
     RunStarted,
     TaskAdmitted,
     TaskFinished,
+    TaskMigrated,
+    TaskPaused,
+    TaskResumed,
     TurnFinished,
     UpdateCommitted,
 )
@@ -64,6 +67,14 @@ def committed(t_s: float, *prompt_ids: int) -> UpdateCommitted:
         success_fraction=1.0, staleness_max=0, staleness_mean_tokens=0.0, window_staleness_max=0, seconds=1.0,
         metrics={},
     )  # fmt: skip
+
+
+def paused(t_s: float, prompt_id: int, *, replica: int = 0) -> TaskPaused:
+    return TaskPaused(t_s=t_s, split="train", prompt_id=prompt_id, member=0, replica=replica, reason="no_room")
+
+
+def resumed(t_s: float, prompt_id: int) -> TaskResumed:
+    return TaskResumed(t_s=t_s, split="train", prompt_id=prompt_id, member=0, replica=0)
 
 
 def issued(t_s: float, prompt_id: int) -> PromptIssued:
@@ -220,3 +231,33 @@ def test_intervals_are_cut_to_the_span() -> None:
     changes = [(1.0, "a"), (3.0, "b"), (3.0, "c"), (9.0, "d")]
     assert intervals(changes, 2.0, 5.0) == [(2.0, 3.0, "a"), (3.0, 5.0, "c")]
     assert intervals([], 0.0, 1.0) == []
+
+
+def test_an_engine_that_stands_still_while_a_task_is_paused_lacks_memory() -> None:
+    def run(*pauses: Event) -> dict[str, float]:
+        return spent(
+            started(1),
+            state(0.0, 0, "rollout", "generating"),
+            admitted(0.0, 0),
+            admitted(0.0, 1),
+            turn(2.0, 0, 0, prefill_s=1.0, decode_s=1.0),
+            *pauses,
+            turn(8.0, 1, 0, prefill_s=1.0, decode_s=1.0),
+            finished(8.0, 0),
+            finished(8.0, 1),
+            committed(10.0, 0, 1),
+        )
+
+    useful = {"useful_prefill": 2.0, "useful_decode": 2.0}
+    assert run() == {**useful, "env_wait": 6.0}  # [2, 6) and [8, 10)
+    assert run(paused(3.0, 1), resumed(6.0, 1)) == {**useful, "kv_stall": 3.0, "env_wait": 3.0}
+    # Two at once are one standstill; what overlaps with a turn is none.
+    assert run(paused(1.0, 0), paused(3.0, 1), resumed(5.0, 0), resumed(7.0, 1)) == {
+        **useful,
+        "kv_stall": 4.0,
+        "env_wait": 2.0,
+    }
+    assert run(paused(3.0, 1)) == {**useful, "kv_stall": 3.0, "env_wait": 3.0}  # until its attempt ends, at 8
+    assert run(paused(3.0, 1, replica=1)) == run()
+    moved = TaskMigrated(t_s=4.0, split="train", prompt_id=1, member=0, from_replica=1, to_replica=0, reason="no_room")
+    assert run(paused(3.0, 1, replica=1), moved, resumed(6.0, 1)) == {**useful, "kv_stall": 2.0, "env_wait": 4.0}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import struct
 from pathlib import Path
 
 import msgspec
@@ -11,9 +13,11 @@ import numpy as np
 import pytest
 
 from tiderl.data.errors import CheckpointError
+from tiderl.data.forks import Fork
 from tiderl.data.records import TaskKey, Trajectory, TurnSpan
 from tiderl.runtime.ports import Blobs
 from tiderl.store.blobs import DIRECT_TOKENS, FileBlobs, MemoryBlobs, blob_path
+from tiderl.store.payload import decode, encode, identity
 
 
 def trajectory(tokens: int, number: int = 7) -> Trajectory:
@@ -31,6 +35,22 @@ def trajectory(tokens: int, number: int = 7) -> Trajectory:
         ending="budget_tokens",
         text=("you see a wall", "ein Täßchen ☕"),
     )
+
+
+def test_a_payload_without_forks_has_the_bytes_that_it_had_before_there_were_any() -> None:
+    _, data = encode(trajectory(9))
+    (header_bytes,) = struct.unpack_from("<Q", data)
+    rest = json.loads(json.loads(data[8 : 8 + header_bytes])["__metadata__"]["trajectory"])
+    assert list(rest) == ["id", "key", "turns", "reward", "success", "ending", "text"]
+
+
+def test_forks_come_back_and_make_another_payload() -> None:
+    whole = trajectory(9)
+    forked = msgspec.structs.replace(whole, forks=(Fork(6, ((0, 2), (3, 4))), Fork(8, ((4, 5),))))
+    sha256, data = encode(forked)
+    assert_equal(decode(sha256, data, "here"), forked)
+    assert sha256 != encode(whole)[0]
+    assert identity(forked) != identity(whole)
 
 
 def assert_equal(left: Trajectory, right: Trajectory) -> None:

@@ -182,6 +182,27 @@ def test_the_work_of_one_trajectory_by_hand() -> None:
     assert work.loss_tokens[0] == 3
 
 
+def test_the_work_of_a_trajectory_that_forks_by_hand() -> None:
+    cost = replace(COST, iteration_s=10.0, sequence_s=1.0, context_token_s=0.1, prefill_token_s=0.01)
+    # Prompt 4, two tokens, an image of 5, one token, an image of 5 for which the first one leaves, one token. The last
+    # turn keeps prompt and first action, 6 positions, loses the 5 others that have KV, and computes 12 - 6.
+    forked = trajectory_work([(2, 5, 0.0), (1, 5, 0.0), (1, 0, 0.0)], forks={2: (6, 5)})
+    work = demand([group_work(4, [forked])], cost, kv_tokens=12, max_batch=8, with_reference=True)
+    # KV of its own beside the 3 common positions, when each token is made: 1, 2; 2 + 6 = 8; 8 - 5 + 6 = 9.
+    read_s, prefill_s = 0.1 * 5, 0.01 * (3 + 1 + 6 + 6)
+    assert work.count_s[0] == pytest.approx(prefill_s + 4 * 1.0 + read_s + 10.0 * 4 / 8)
+    assert work.context_s[0] == pytest.approx(prefill_s + 4 * 1.0 + read_s + 10.0 * (1 + 2 + 8 + 9) / 12)
+    assert work.latency_s[0] == pytest.approx(prefill_s + 4 * 11.0 + read_s)
+    # Two sequences: 4 + 2 + 5 + 1 tokens, and 4 + 2 + 1 + 5 with 1 more.
+    assert work.actor_s[0] == pytest.approx((12 + 13) * COST.actor_token_s)
+    assert work.loss_tokens[0] == 4
+    with pytest.raises(ConfigurationError, match="never fits 11"):
+        demand([group_work(4, [forked])], cost, kv_tokens=11, max_batch=8, with_reference=True)
+    more = trajectory_work([(2, 5, 0.0), (1, 5, 0.0)], forks={1: (6, 3)})  # of its own there are 2
+    with pytest.raises(ConfigurationError, match="impossible turn"):
+        demand([group_work(4, [more])], cost, kv_tokens=12, max_batch=8, with_reference=True)
+
+
 def test_members_share_the_prompt_and_the_slowest_decides() -> None:
     quick, slow = trajectory_work([(1, 1, 0.0)], reset_s=0.0), trajectory_work([(1, 1, 50.0)], reset_s=2.0)
     both = demand([group_work(1001, [quick, slow])], COST, kv_tokens=2000, max_batch=8, with_reference=False)

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiderl.config.check import NOT_IN_SIM, check_first_observation
+from tiderl.config.check import IMAGE_KEYS, NOT_IN_SIM, check_first_observation
 from tiderl.config.document import parse
 from tiderl.config.load import Loaded, dump, load_config
 from tiderl.config.render import flow, render_dry_run
 from tiderl.config.resolve import Resolved, resolve
 from tiderl.config.schema import known_keys
 from tiderl.data.errors import ConfigurationError
+from tiderl.data.window import ImageWindow
 
 FILE = """\
 seed: 3
@@ -87,6 +88,17 @@ PROFILE = (
     "{turns_median: 2, turns_sigma: %s, first_observation_tokens: 9, observation_tokens: 2, observation_sigma: 0, "
     "action_tokens: %s, action_sigma: 0, step_s: 1}"
 )
+CTB_OPTIONS = [
+    "rollout.growth_z=2",
+    "rollout.patience_s=5",
+    "rollout.priority=weighted",
+    "rollout.priority_weights={group: 9, context: 0}",
+]
+WITHOUT_CTB = [
+    *("rollout.growth_z", "rollout.patience_s", "rollout.priority"),
+    *("rollout.priority_weights.group", "rollout.priority_weights.context"),
+]
+SCREENS = PROFILE.replace("step_s: 1", "step_s: 1, observation_images: true") % (0, 9)
 FILE_MISTAKES = [
     ("a: [1", ":1", "not valid YAML"),
     ("seed: 1\n\ttrain: 2", ":2", "not valid YAML"),
@@ -116,6 +128,19 @@ FILE_MISTAKES = [
     ("algorithm: {advantage: mean}", ":1", "algorithm.advantage must be 'group' or 'leave_one_out'"),
     ("env: {slots: many}", ":1", "env.slots must be a whole number of at least 1, or auto"),
     ("env: {wait: long}", ":1", "env.wait must be none, or a mapping"),
+    ("rollout: {image_window: 0}", ":1", "rollout.image_window must be a whole number of at least 1, or none, given 0"),
+    ("rollout: {image_window: all}", ":1", "rollout.image_window must be", "or none, given the text 'all'"),
+    ("rollout: {image_window: true}", ":1", "rollout.image_window must be", "or none, given true"),
+    ("rollout: {image_window_drop: 0}", ":1", "rollout.image_window_drop must be at least 1, given 0"),
+    ("rollout: {kv_policy: ctp}", ":1", "rollout.kv_policy must be", "did you mean 'ctb'?"),
+    ("rollout: {growth_z: -1}", ":1", "rollout.growth_z must be at least 0, given -1"),
+    ("rollout: {patience_s: 0}", ":1", "rollout.patience_s must be more than 0, given 0"),
+    ("rollout: {priority: tier}", ":1", "rollout.priority must be", "did you mean 'tiers'?"),
+    ("rollout:\n  priority_weights: {group: -1}", ":2", "rollout.priority_weights.group must be at least 0, given -1"),
+    ("rollout: {priority_weights: {group: .nan}}", ":1", "rollout.priority_weights.group must be a finite number"),
+    ("rollout: {priority_weights: {group: nan}}", ":1", "rollout.priority_weights.group must be a number"),
+    ("rollout: {priority_weights: {grop: 1}}", ":1", "rollout.priority_weights holds 'grop'", "known: "),
+    ("rollout: {priority_weights: 3}", ":1", "rollout.priority_weights must be a mapping"),
     ("env: {wait: {median_s: 1}}", ":1", "env.wait.sigma is required"),
     ("env: {wait: {median_s: 1, sgima: 1}}", ":1", "unknown key env.wait.sgima", "did you mean env.wait.sigma?"),
     ("env: []", ":1", "env", "at least 1 item"),
@@ -125,7 +150,9 @@ FILE_MISTAKES = [
     ("env: [builtin]", ":1", "env.0", "must be a mapping of keys"),
     ("train: {lora: {rank: 8}}", ":1", "train.lora", "not yet supported"),
     ("gateway: {}", ":1", "gateway", "not yet supported"),
-    ("rollout: {engine: vllm}", ":1", "rollout.engine", "'vllm' is not yet supported"),
+    ("rollout: {engine: vlm}", ":1", "rollout.engine", "did you mean 'vllm'?"),
+    ("rollout: {engine: vllm-cpu}", ":1", "rollout.engine", "torch"),
+    ("rollout: {task_scheduler: own}", ":1", "rollout.task_scheduler", "none"),
     ("rollout: {ranks_per_engine: 2}", ":1", "rollout.ranks_per_engine", "not yet supported"),
     ("cluster: {kind: ray}", ":1", "cluster.kind", "'ray' is not yet supported; use inline or process"),
     ("schedule: {staleness_counts: oldest}", ":1", "schedule.staleness_counts", "oldest_token"),
@@ -211,6 +238,11 @@ def test_a_missing_file_names_the_similar_one(tmp_path: Path) -> None:
         (["cluster.ranks=4", "cluster.rollout_ranks=2"], "cluster.rollout_ranks", "not yet supported"),
         (["cluster.reference_ranks=1"], "cluster.reference_ranks", "not yet supported"),
         (["env.wait={median_s: 1, sigma: 1, tail_fraction: 0.1}"], "env.wait.tail_s", "[shortest, longest]"),
+        (
+            ["rollout.image_window=5", "rollout.image_window_drop=6"],
+            "rollout.image_window_drop",
+            "6 images cannot leave a rollout.image_window of 5 at once",
+        ),
     ],
 )
 def test_an_impossible_combination_names_its_key(tmp_path: Path, overrides: list[str], key: str, expected: str) -> None:
@@ -307,6 +339,24 @@ def test_precision_and_its_alarm_follow_the_device(tmp_path: Path) -> None:
         (["log.profile=true"], "train", []),
         (["log.profile=true"], "sim", ["log.profile"]),
         (["log.profile=true"], "eval", ["log.profile"]),
+        (CTB_OPTIONS, "train", WITHOUT_CTB),
+        ([*CTB_OPTIONS, "rollout.kv_policy=lru"], "sim", WITHOUT_CTB),
+        (CTB_OPTIONS, "eval", WITHOUT_CTB),
+        ([*CTB_OPTIONS, "rollout.kv_policy=ctb"], "train", []),
+        ([*CTB_OPTIONS, "rollout.kv_policy=ctb"], "sim", []),
+        ([*CTB_OPTIONS, "rollout.kv_policy=ctb"], "eval", []),
+        (["rollout.kv_policy=ctb", "rollout.priority_weights.group=9"], "sim", ["rollout.priority_weights.group"]),
+        (["rollout.growth_z=1", "rollout.patience_s=30.0", "rollout.priority=tiers"], "train", []),
+        (["rollout.image_window=5"], "train", ["rollout.image_window"]),
+        (["rollout.image_window=5"], "eval", ["rollout.image_window"]),
+        (["rollout.image_window=5", "rollout.image_window_drop=2"], "sim", list(IMAGE_KEYS)),
+        (["rollout.image_window=5", "rollout.image_window_drop=2", f"sim.workload={SCREENS}"], "sim", []),
+        (
+            ["rollout.image_window_drop=2", f"sim.workload={SCREENS}"],
+            "sim",
+            ["rollout.image_window_drop", "sim.workload.observation_images"],
+        ),
+        (["rollout.image_window=5", f"sim.workload={PROFILE % (0, 9)}"], "sim", ["rollout.image_window"]),
     ],
 )
 def test_an_option_that_changes_nothing_is_said(
@@ -316,7 +366,17 @@ def test_an_option_that_changes_nothing_is_said(
 
 
 def test_the_keys_that_virtual_time_ignores_are_keys() -> None:
-    assert set(known_keys()) >= NOT_IN_SIM
+    assert set(known_keys()) >= NOT_IN_SIM | {*IMAGE_KEYS}
+
+
+def test_without_a_window_all_images_stay_and_a_dry_run_says_none(tmp_path: Path) -> None:
+    assert resolved(tmp_path).settings.image_window is None
+    assert "  image_window: none " in render_dry_run(resolved(tmp_path))
+    assert load(tmp_path, "rollout.image_window=none").config == load(tmp_path).config
+    assert resolved(tmp_path, "rollout.image_window=5").settings.image_window == ImageWindow(5, 1)
+    assert resolved(
+        tmp_path, "rollout.image_window=5", "rollout.image_window_drop=5"
+    ).settings.image_window == ImageWindow(5, 5)
 
 
 def test_the_shared_file_may_hold_what_a_simulation_ignores(tmp_path: Path) -> None:
@@ -379,6 +439,19 @@ def test_the_dry_run_gives_every_key_with_its_origin(tmp_path: Path) -> None:
     assert origins["loss: grpo"] == "strategy"
     assert origins["slots: 64"] == "default (auto)"
     assert origins["group_size: 8"] == "default"
+
+
+def test_all_priority_weights_that_count_are_told_with_their_origin(tmp_path: Path) -> None:
+    run = resolved(tmp_path, *CTB_OPTIONS, "rollout.kv_policy=ctb")
+    assert run.settings.priority_weights == {"evaluation": 8.0, "group": 9.0, "active": 2.0, "context": 0.0}
+    text = render_dry_run(run)
+    shown = {line.split("#")[0].strip(): line.split("#")[1].strip() for line in text.splitlines() if "  # " in line}
+    assert [shown[line] for line in ("kv_policy: ctb", "growth_z: 2.0", "priority: weighted")] == ["-o", "-o", "-o"]
+    weights = ("evaluation: 8.0", "group: 9.0", "active: 2.0", "context: 0.0")
+    assert [shown[line] for line in weights] == ["default", "-o", "default", "-o"]
+    assert resolve(load(tmp_path, text=text), command="train").settings == run.settings
+    for other in (["rollout.priority=tiers"], ["rollout.kv_policy=lru"]):
+        assert list(resolved(tmp_path, *CTB_OPTIONS, *other).settings.priority_weights) == ["group", "context"]
 
 
 @given(st.text(max_size=12))

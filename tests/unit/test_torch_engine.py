@@ -240,8 +240,8 @@ def test_an_architecture_that_the_cache_cannot_serve_is_refused(changes: dict[st
 
 
 def test_an_unknown_kv_policy_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="ctb"):
-        build(engine_settings(kv_policy="ctb"))
+    with pytest.raises(ConfigurationError, match="'mru'"):
+        build(engine_settings(kv_policy="mru"))
 
 
 def test_close_is_idempotent_and_leaves_no_work() -> None:

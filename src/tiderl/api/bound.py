@@ -7,6 +7,7 @@ staleness there is none: nulls.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from tiderl.api.result import BOUND_FIGURES
@@ -18,7 +19,7 @@ from tiderl.cost.work import GroupWork, demand, group_work, trajectory_work
 from tiderl.data.records import TaskKey
 from tiderl.data.settings import EngineSettings
 from tiderl.runtime.ports import Replay
-from tiderl.sim.behaviour import Behaviour
+from tiderl.sim.behaviour import Behaviour, Plan
 from tiderl.sim.mixture import WorkloadMixture
 
 
@@ -124,5 +125,15 @@ def _group(workload: Behaviour | WorkloadMixture, prompt_id: int, members: list[
             (turn.action_tokens, turn.observation_tokens, wait_s)
             for turn, wait_s in zip(plan.turns, waits, strict=True)
         ]
-        trajectories.append(trajectory_work(turns, plan.reset_s))
+        trajectories.append(trajectory_work(turns, plan.reset_s, _forks(plan)))
     return group_work(min(own.first_tokens(key) for key in keys), trajectories, own.system_tokens)
+
+
+def _forks(plan: Plan) -> dict[int, tuple[int, int]]:
+    """As `trajectory_work` takes them. A turn keeps KV of all that it ended with but the last token."""
+    found = {}
+    for number, (before, turn) in enumerate(pairwise(plan.turns), start=1):
+        if len(turn.rewrites) > len(before.rewrites):
+            kept = turn.rewrites[-1]
+            found[number] = (turn.context_tokens - kept, before.context_tokens + before.action_tokens - 1 - kept)
+    return found

@@ -1,12 +1,13 @@
 """`compare`: one workload under several strategies, in virtual time or live, one after the other.
 
-Same file, same overrides, same seed; only `schedule.strategy` changes. What a strategy does not use of the shared file
-is dropped for it and listed. Figures are those of `train` and `simulate`: nothing is computed here but ratios.
+Same file, same overrides, same seed; only `schedule.strategy` changes and, where a name says so (`areal+ctb`),
+`rollout.kv_policy`. What a strategy does not use of the shared file is dropped for it and listed. Figures are those of
+`train` and `simulate`: nothing is computed here but ratios.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from tiderl.data.errors import ConfigurationError, RunStopped
 from tiderl.schedule.strategy import get
 
 STRATEGY_KEY = "schedule.strategy"
+KV_POLICY_KEY = "rollout.kv_policy"
+KV_POLICIES = ("lru", "ctb")
+"""What may follow a strategy's name after a `+`."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results by strategy, in the order asked for."""
+    """Results by the names given, in the order asked for."""
 
     workload: dict[str, Any]
     strategies: dict[str, dict[str, Any]]
@@ -40,16 +44,16 @@ def compare(
     live: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
-    """Runs the file under each of `strategies`. `progress` gets a line before each run.
+    """Runs the file under each of `strategies`, names such as `areal`, `areal+lru` and `areal+ctb`. `progress` gets a
+    line before each run.
 
     Every strategy is checked before the first runs. Each result has `goodput_ratio`, its goodput over the first
     strategy's, and `rho_common`, its goodput over the largest of the strategies' bounds, which holds for all of them.
-    Raises `ConfigurationError` for an unknown or repeated strategy, and what `train` and `simulate` raise.
+    Raises `ConfigurationError` for an unknown or repeated strategy or KV policy, and what `train` and `simulate` raise.
     """
     loaded = _check(config, strategies, overrides)
-    runs = {name: [*overrides, f"{STRATEGY_KEY}={name}"] for name in strategies}
-    for changed in runs.values():
-        prepare(config, changed, command="train" if live else "sim")
+    runs = {name: [*overrides, *_changes(name)] for name in strategies}
+    _check_differ(config, runs, live)
     results: dict[str, dict[str, Any]] = {}
     for number, (name, changed) in enumerate(runs.items(), start=1):
         progress(f"{name} ({number} of {len(runs)})")
@@ -84,11 +88,35 @@ def _check(config: str | Path, strategies: Sequence[str], overrides: Sequence[st
     if any(text.partition("=")[0].strip() == STRATEGY_KEY for text in overrides):
         raise ConfigurationError(f"{STRATEGY_KEY} is what is compared", where="-o", hint="name it in --strategies")
     for name in strategies:
+        strategy, plus, policy = name.partition("+")
+        if plus and policy not in KV_POLICIES:
+            what = f"unknown KV policy {policy!r} in {name!r}"
+            raise ConfigurationError(what, where="--strategies", hint=f"after + comes {' or '.join(KV_POLICIES)}")
+        if plus and any(text.partition("=")[0].strip() == KV_POLICY_KEY for text in overrides):
+            what = f"{KV_POLICY_KEY} is what is compared in {name!r}"
+            raise ConfigurationError(what, where="-o", hint="name it in --strategies alone")
         try:
-            get(name)
+            get(strategy)
         except ConfigurationError as error:
             raise ConfigurationError(error.what, where="--strategies", hint=error.hint) from None
     return load_config(config, overrides)
+
+
+def _changes(name: str) -> list[str]:
+    """The overrides that a name stands for."""
+    strategy, _, policy = name.partition("+")
+    return [f"{STRATEGY_KEY}={strategy}", *([f"{KV_POLICY_KEY}={policy}"] if policy else [])]
+
+
+def _check_differ(config: str | Path, runs: Mapping[str, Sequence[str]], live: bool) -> None:
+    """Every run resolves, and to another one than those before it."""
+    seen: dict[tuple[str, str], str] = {}
+    for name, changed in runs.items():
+        resolved = prepare(config, changed, command="train" if live else "sim")
+        same = seen.setdefault((resolved.strategy.name, resolved.config.rollout.kv_policy), name)
+        if same != name:
+            what = f"{same} and {name} are the same: rollout.kv_policy is {resolved.config.rollout.kv_policy} in both"
+            raise ConfigurationError(what, where="--strategies")
 
 
 def _workload(loaded: Loaded, live: bool) -> dict[str, Any]:

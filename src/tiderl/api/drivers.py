@@ -21,10 +21,12 @@ from tiderl.data.settings import RunSettings, WarmupSettings
 from tiderl.runtime.ports import Recorder
 from tiderl.runtime.run import Run
 from tiderl.sim.checks.watch import Checks
+from tiderl.sim.engine import Talk
 from tiderl.sim.crashes import DriverKilled
 from tiderl.sim.faults.cluster import with_faults
 from tiderl.sim.faults.plan import FAULTS, Dice, FaultPlan, draw_probabilities
 from tiderl.sim.faults.store import DriverLife
+from tiderl.sim.faults.talk import FaultyTalk
 from tiderl.sim.faults.trainer import Damage
 from tiderl.store.memory import MemoryLedger
 
@@ -98,7 +100,7 @@ class VirtualRun:
 
     async def _drive(self, life: DriverLife, reported: Reported) -> bool:
         """One driver; True when the run is done, False when another one has to go on."""
-        ports = build_ports(self.resolved, self.persisted, reported, self.world)
+        ports = build_ports(self.resolved, self.persisted, reported, self.world, talk=self._talk)
         if self.checks is not None:
             self.checks.journal.begin(await self.persisted.ledger.replay())
             ports = self.checks.below(ports)
@@ -108,6 +110,8 @@ class VirtualRun:
         if self.checks is not None:
             ports = self.checks.above(ports)
         run = self.make_run(ports, self.settings, self.resolved.strategy, reported_updates=reported.updates)
+        if self.checks is not None:
+            self.checks.look_into(run.kv_books, lambda: life.alive)
         fired = Counter(self.dice.fired) if self.dice is not None else Counter()
         running = asyncio.get_running_loop().create_task(run.run(), name="run")
         life.stop, life.cancel = run.request_stop, running.cancel
@@ -126,6 +130,9 @@ class VirtualRun:
         finally:
             await ports.environments.close()
             await ports.cluster.close()
+
+    def _talk(self, talk: Talk) -> Talk:
+        return talk if self.dice is None else FaultyTalk(talk, self.dice)
 
     def _forgivable(self, error: TideError, before: Counter[str]) -> bool:
         """A fault that struck this driver explains the error. `before`: what had struck until it began."""

@@ -20,6 +20,7 @@ import msgspec
 
 from tiderl.api.live import RunLoop, Signals
 from tiderl.api.parts import (
+    check_engine,
     environment_names,
     host_specs,
     make_cluster,
@@ -74,6 +75,7 @@ def evaluate(
         )
     for env in resolved.config.environments.values():
         check_form(env.name)
+    check_engine(resolved)
     log = _Log()
     with tempfile.TemporaryDirectory(prefix="tiderl-eval-") as logs:
         try:

@@ -21,6 +21,8 @@ import msgspec
 
 from tiderl.api.live_bound import with_bound
 from tiderl.api.parts import (
+    check_engine,
+    check_trainable,
     environment_names,
     host_specs,
     is_inline,
@@ -86,6 +88,7 @@ def train(
     for env in resolved.config.environments.values():
         check_form(env.name)
     check_trackers(resolved.config.log.trackers)
+    check_engine(resolved)
     directory = choose(resolved.config.run, Path(config).stem)
     replaced = _set_aside(directory) if overwrite and directory.is_run else None
     create(directory)  # refuses what is there: nothing of it may be deleted below
@@ -130,6 +133,7 @@ def resume(run: str | Path, overrides: Sequence[str] = (), *, observer: Observer
     directory = find(run)
     resolved = prepare(directory.config, resume_overrides(overrides), command="train", needs_weights=True)
     check_trackers(resolved.config.log.trackers)
+    check_engine(resolved)
     with RunLock(directory.root):
         _refuse_edits(directory, resolved)
         replay = read_journal(directory.journal)
@@ -307,6 +311,7 @@ class Driver:
             cluster = make_cluster(self.resolved, specs, self.directory.logs)
             stack.push_async_callback(cluster.close)
             await cluster.start()
+            check_trainable(cluster)
             ledger = SqliteLedger(self.directory.journal, threaded=not inline)
             stack.push_async_callback(ledger.close)
             metrics_file = MetricsFile(self.directory.metrics, metrics)

@@ -20,6 +20,7 @@ from tiderl.config.schema import EnvConfig
 from tiderl.data.errors import ConfigurationError, EnvironmentFault, InfrastructureFault, TideError
 from tiderl.data.records import Observation, Prompt, TaskKey
 from tiderl.data.settings import ModelSettings
+from tiderl.engines.vllm_setup import check_installed
 from tiderl.envs.mixed import MixedEnvironments
 from tiderl.envs.pool import build_environments
 from tiderl.runtime.ports import Cluster, Environments
@@ -115,11 +116,35 @@ def host_specs(
         HostSpec(
             rank=rank,
             engine=resolved.engine_settings(model) if rank in engines else None,
+            engine_core=ENGINE_CORES[resolved.config.rollout.engine],
             trainer=resolved.trainer_settings(model, weights_dir=weights_dir) if rank in layout.actor_ranks else None,
             profile=profile,
         )
         for rank in range(resolved.config.cluster.ranks)
     ]
+
+
+ENGINE_CORES = {"torch": "tiderl.engines.torch_engine:build", "vllm": "tiderl.engines.vllm_engine:build"}
+"""By `rollout.engine`: named, not imported."""
+
+
+def check_engine(resolved: Resolved) -> None:
+    """Raises `MissingExtraError` where the engine's package is not installed; imports nothing."""
+    if resolved.config.rollout.engine == "vllm":
+        check_installed(resolved.device)
+
+
+def check_trainable(cluster: Cluster) -> None:
+    """Raises `ConfigurationError` for an engine whose turns cannot be trained on: the loss needs each sampled token's
+    log-prob, and staleness its weight version."""
+    for replica, engine in sorted(cluster.engines.items()):
+        can = {"log-probs": engine.capabilities.logprobs, "weight versions": engine.capabilities.token_versions}
+        if missing := [name for name, has in can.items() if not has]:
+            raise ConfigurationError(
+                f"the engine of replica {replica} returns no {' and no '.join(missing)} of its tokens",
+                where="rollout.engine",
+                hint="train with an engine that does: torch or vllm",
+            )
 
 
 def make_cluster(resolved: Resolved, specs: list[HostSpec], logs: Path) -> Cluster:

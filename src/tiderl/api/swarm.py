@@ -7,11 +7,13 @@ The same seed is the same instance, the same faults and the same events. Knows w
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tiderl.api.drivers import VirtualRun, virtual_settings
-from tiderl.api.virtual import check_finishes, simulated_world
+from tiderl.api.virtual import World, check_finishes, simulated_world
+from tiderl.config.load import dump
 from tiderl.config.machine import prepare
 from tiderl.config.resolve import Resolved
 from tiderl.data.errors import DeadlockError, TideError
@@ -21,7 +23,7 @@ from tiderl.runtime.run import Run
 from tiderl.sim.checks.watch import Checks
 from tiderl.sim.faults.plan import Dice
 from tiderl.sim.loop import run_virtual
-from tiderl.sim.swarm import FileSize, SeedReport, SwarmReport, draw_instance, draw_plan, may_take_s
+from tiderl.sim.swarm import LARGE_PROMPT, FileSize, SeedReport, SwarmReport, draw_instance, draw_plan, may_take_s
 from tiderl.sim.waiting import describe_waits
 from tiderl.store.recorder import HashRecorder
 
@@ -62,13 +64,14 @@ def run_seed(
     """The seed's instance, undisturbed and then under its faults; what both broke."""
     instance = draw_instance(seed, size)
     resolved = prepare(config, [*overrides, *instance], command="sim")
+    world = _world(resolved, size)
     calm_log, log = AccountedLog(), AccountedLog()
-    first = VirtualRun(resolved, calm_log, checks=Checks(virtual_settings(resolved)), make_run=make_run)
+    first = VirtualRun(resolved, calm_log, checks=Checks(virtual_settings(resolved)), make_run=make_run, world=world)
     undisturbed_s, failure = _run(first, None)
     deadline_s = max(env.deadline_s for env in resolved.config.environments.values())
     plan = draw_plan(seed, undisturbed_s=undisturbed_s, deadline_s=deadline_s, given=given_faults(resolved))
     limit_s = may_take_s(plan, undisturbed_s)
-    second = VirtualRun(resolved, log, Dice(plan), Checks(virtual_settings(resolved)), make_run=make_run)
+    second = VirtualRun(resolved, log, Dice(plan), Checks(virtual_settings(resolved)), make_run=make_run, world=world)
     done_s = undisturbed_s
     violations = [f"undisturbed: {what}" for what in (*_violations(first, failure), *calm_log.wrong())]
     if not violations:
@@ -164,7 +167,8 @@ def _violations(run: VirtualRun, failure: str | None) -> list[str]:
 
 
 def _file_size(resolved: Resolved) -> FileSize:
-    config = resolved.config
+    config, world = resolved.config, simulated_world(resolved)
+    profiles = [behaviour.profile for behaviour in world.workloads.values()]
     return FileSize(
         ranks=config.cluster.ranks,
         global_batch_groups=config.train.global_batch_groups,
@@ -172,5 +176,19 @@ def _file_size(resolved: Resolved) -> FileSize:
         updates=config.train.updates,
         max_turns=config.rollout.max_turns,
         max_context_tokens=config.rollout.max_context_tokens,
-        mixture=config.is_mixture,
+        max_new_tokens_per_turn=config.rollout.max_new_tokens_per_turn,
+        environment=None if config.is_mixture else dump(resolved.loaded.config)["env"],
+        first_tokens=max(math.ceil(profile.first_observation_tokens) for profile in profiles),
+        turn_tokens=max(math.ceil(profile.observation_tokens + profile.action_tokens) for profile in profiles),
+        kv_capacity_tokens=world.cost.kv_capacity_tokens,
+        kv_policy=resolved.loaded.config.rollout.kv_policy,
+        images=config.sim.workload != "auto",
     )
+
+
+def _world(resolved: Resolved, size: FileSize) -> World:
+    """Where an instance has two kinds of tasks of a file that has one, the second is the one with the large prompts."""
+    if size.environment is None or not resolved.config.is_mixture:
+        return simulated_world(resolved)
+    small, large = resolved.config.environments
+    return simulated_world(resolved, prompts={large: float(LARGE_PROMPT)})

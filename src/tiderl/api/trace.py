@@ -81,6 +81,7 @@ def replay(
         what = "a recorded run brings its own configuration"
         raise ConfigurationError(what, where=str(config), hint="leave the file out, change keys with -o")
     source = recorded(trace)
+    _check_grows(source)
     costs = source if calibrated_by is None else recorded(calibrated_by)
     fitted = calibrated(costs)
     resolved = _configuration(source, overrides)
@@ -110,6 +111,16 @@ def _check_exists(trace: str | Path) -> None:
         load_run(trace)
     except ConfigurationError as error:
         raise ConfigurationError("no such run or file", where=error.where, hint=error.hint) from None
+
+
+def _check_grows(source: Recorded) -> None:
+    """Events do not tell what a turn's observation was where images left the context with it."""
+    config = source.run.config
+    workload = config.sim.workload
+    shown = not source.live and not isinstance(workload, str) and workload.observation_images
+    if shown and config.rollout.image_window is not None:
+        what = "images left the contexts of this run (rollout.image_window), which a replay cannot do again"
+        raise ConfigurationError(what, where=source.where, hint="simulate its configuration: tiderl sim CONFIG")
 
 
 def recorded(run: str | Path) -> Recorded:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from tiderl.config.check import NoEffect
+from tiderl.config.check import IMAGE_KEYS, NoEffect
 from tiderl.config.schema import Config, EnvConfig, SimConfig
 from tiderl.data.errors import ConfigurationError
 
@@ -38,7 +38,9 @@ def ignored_in_replay(
         if any(within(one, key) for one in given):
             yield NoEffect(key, f"lengths and waits are those recorded in {where}")
     for key in given:
-        if key in SERVED and not serves:
+        if key in IMAGE_KEYS:
+            yield NoEffect(key, f"the observations recorded in {where} are no images")
+        elif key in SERVED and not serves:
             yield NoEffect(key, f"the calls recorded in {where} do not wait for a worker")
         elif key == "env.workers" and isinstance(config.env, EnvConfig) and config.env.isolation != "pool":
             yield NoEffect(key, f"it counts for isolation pool, not {config.env.isolation}")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from tiderl.runtime.rollout import DROPPED_BATCHES_IN_A_ROW
 from tiderl.schedule.mix import weighted_order
 from tiderl.sim.behaviour import Behaviour
 from tiderl.sim.cluster import SimCluster
+from tiderl.sim.engine import Talk
 from tiderl.sim.environments import SimEnvironments
 from tiderl.sim.feasibility import check_can_finish, check_faults
 from tiderl.sim.loop import run_virtual
@@ -202,8 +204,11 @@ class World:
     engine: EngineSettings
 
 
-def simulated_world(resolved: Resolved, *, recorded: Behaviour | None = None) -> World:
-    """From `sim:` and the shape of `model:`. `recorded`: what all environments do, instead of their profiles. Raises
+def simulated_world(
+    resolved: Resolved, *, recorded: Behaviour | None = None, prompts: Mapping[str, float] = MappingProxyType({})
+) -> World:
+    """From `sim:` and the shape of `model:`. `recorded`: what all environments do, instead of their profiles.
+    `prompts`: of which environment the first observation is how many times as long as its profile's. Raises
     `ConfigurationError`."""
     config, renderer = resolved.config, LengthsRenderer()
     model: ModelSettings = resolved.model_settings(
@@ -221,7 +226,9 @@ def simulated_world(resolved: Resolved, *, recorded: Behaviour | None = None) ->
     if recorded is not None:
         workloads, workload = dict.fromkeys(config.environments, recorded), recorded
     elif config.is_mixture:
-        workloads = {name: _workload(resolved, env) for name, env in config.environments.items()}
+        workloads = {
+            name: _workload(resolved, env, prompts.get(name, 1.0)) for name, env in config.environments.items()
+        }
         order = weighted_order(list(resolved.settings.environment_weights.values()))
         workload = WorkloadMixture(list(workloads.values()), order)
     else:
@@ -230,8 +237,15 @@ def simulated_world(resolved: Resolved, *, recorded: Behaviour | None = None) ->
     return World(workloads, workload, cost, _engine_settings(resolved, model, cost))
 
 
-def build_ports(resolved: Resolved, persisted: Persisted, recorder: Recorder, world: World | None = None) -> Ports:
-    """Simulated ports for a resolved configuration, over `simulated_world` of it."""
+def build_ports(
+    resolved: Resolved,
+    persisted: Persisted,
+    recorder: Recorder,
+    world: World | None = None,
+    *,
+    talk: Callable[[Talk], Talk] = lambda talk: talk,
+) -> Ports:
+    """Simulated ports for a resolved configuration, over `simulated_world` of it. `talk`: around what tasks say."""
     config = resolved.config
     world = simulated_world(resolved) if world is None else world
     parts: dict[str, Environments] = {
@@ -254,7 +268,7 @@ def build_ports(resolved: Resolved, persisted: Persisted, recorder: Recorder, wo
             resolved.layout.engine_ranks,
             resolved.layout.actor_ranks,
             world.cost,
-            world.workload,
+            talk(world.workload),
             world.engine,
             with_reference=resolved.settings.uses_reference,
             saved=persisted.saved,
@@ -295,14 +309,18 @@ def _engine_settings(resolved: Resolved, model: ModelSettings, cost: CostModel) 
     )
 
 
-def _workload(resolved: Resolved, env: EnvConfig) -> Workload:
+def _workload(resolved: Resolved, env: EnvConfig, prompt: float = 1.0) -> Workload:
+    """`prompt`: how many times as long as the profile's the first observation is."""
     config = resolved.config
     seed, behaviour = config.sim.workload_seed, config.sim.workload
+    own = profile(env.name) if behaviour == "auto" else WorkloadProfile(**behaviour.model_dump())
+    first = msgspec.structs.replace(own, first_observation_tokens=prompt * own.first_observation_tokens)
     return Workload(
         config.seed if seed == "auto" else seed,
-        profile(env.name) if behaviour == "auto" else WorkloadProfile(**behaviour.model_dump()),
+        first,
         max_turns=config.rollout.max_turns,
         max_context_tokens=config.rollout.max_context_tokens,
         max_new_tokens_per_turn=config.rollout.max_new_tokens_per_turn,
         wait=wait_profile(env),
+        window=resolved.settings.image_window,
     )

@@ -11,7 +11,11 @@ from tiderl.cli.options import AsJson, ConfigFile, Overrides, print_json
 
 Strategies = Annotated[
     str,
-    typer.Option("--strategies", metavar="A,B,…", help="Which to compare; the first is what others are set against."),
+    typer.Option(
+        "--strategies",
+        metavar="A,B,…",
+        help="Which to compare; the first is what others are set against. areal+ctb and areal+lru set the KV policy.",
+    ),
 ]
 Live = Annotated[bool, typer.Option("--live", help="Train for real, each strategy in turn, instead of simulating.")]
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tiderl.config.load import Loaded, dump, leaves
-from tiderl.config.schema import Config, EnvConfig
+from tiderl.config.schema import Config, EnvConfig, SimWorkloadConfig
+from tiderl.engines.vllm_turns import LEAST_TEMPERATURE
 from tiderl.schedule.strategy import Strategy
 
 SIM_ONLY = "sim."
@@ -17,13 +18,15 @@ NOT_IN_SIM = frozenset(
     {
         *("model.tokenizer", "warmup.demos", "warmup.updates", "warmup.lr", "env.isolation", "env.workers"),
         *("rollout.temperature", "algorithm.advantage", "train.lr", "cluster.kind", "eval.temperature", "log.trackers"),
-        "log.profile",
+        *("log.profile", "rollout.engine", "rollout.task_scheduler"),
     }
 )
 """What virtual time does not model: a shared file may hold them, but one given by `-o` to `sim` is a mistake."""
 ONLY_IN_TRAINING = ("warmup.", "algorithm.", "train.", "schedule.", "checkpoint.", "eval.every_updates", "log.", "run")
 """Keys, and sections with a final point, that an evaluation does not read."""
 EVALUATED_IN = "train.dtype"
+CTB_KEYS = ("rollout.growth_z", "rollout.patience_s", "rollout.priority")
+IMAGE_KEYS = ("rollout.image_window", "rollout.image_window_drop")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ def check_combinations(loaded: Loaded, strategy: Strategy) -> None:
     """Raises `ConfigurationError`, one for the first combination that cannot be."""
     _check_model(loaded)
     _check_lengths(loaded)
+    _check_temperatures(loaded)
+    _check_window(loaded)
     _check_batch(loaded)
     _check_schedule(loaded, strategy)
     _check_ranks(loaded, strategy)
@@ -68,7 +73,8 @@ def without_effect(loaded: Loaded, strategy: Strategy, *, command: str) -> tuple
 
     `command`: `train`, `sim` or `eval`. A file serves all, so what only another one reads is told of `-o` alone.
     """
-    found = [NoEffect(key, reason) for key, reason in _ignored(loaded, strategy)]
+    ignored = (*_ignored(loaded, strategy), *_ignored_of_images(loaded.config, command))
+    found = [NoEffect(key, reason) for key, reason in ignored]
     for key in (key for key, origin in loaded.origins.items() if origin == "-o"):
         if command != "sim" and key.startswith(SIM_ONLY):
             found.append(NoEffect(key, "it is read by `tiderl sim` only"))
@@ -106,8 +112,33 @@ def _ignored(loaded: Loaded, strategy: Strategy) -> Iterator[tuple[str, str]]:
         yield from ((f"warmup.{key}", f"warmup.{zero} is 0") for key in ("demos", "updates", "lr") if key != zero)
     if isinstance(config.env, EnvConfig):
         yield from _ignored_of_environment(config.env, config.cluster.kind)
+    yield from _ignored_of_kv(config, strategy)
     if config.eval.every_updates == 0:
         yield from ((f"eval.{key}", "eval.every_updates is 0") for key in ("prompts", "temperature"))
+
+
+def _ignored_of_kv(config: Config, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    rollout = config.rollout
+    weights = [f"rollout.priority_weights.{name}" for name in rollout.priority_weights]
+    by_task = (strategy.kv_policy if rollout.kv_policy == "auto" else rollout.kv_policy) == "ctb"
+    if not by_task:
+        yield from ((key, "rollout.kv_policy is lru") for key in (*CTB_KEYS, *weights))
+    elif rollout.priority != "weighted":
+        yield from ((key, f"rollout.priority is {rollout.priority}") for key in weights)
+    if rollout.engine != "vllm":
+        yield "rollout.task_scheduler", f"rollout.engine {rollout.engine} keeps tasks by itself"
+    elif not by_task:
+        yield "rollout.task_scheduler", "rollout.kv_policy is lru"
+
+
+def _ignored_of_images(config: Config, command: str) -> Iterator[tuple[str, str]]:
+    rollout, workload = config.rollout, config.sim.workload
+    if command != "sim":
+        yield from ((key, "image observations are not yet supported: all of them are text") for key in IMAGE_KEYS)
+    elif not (isinstance(workload, SimWorkloadConfig) and workload.observation_images):
+        yield from ((key, "the workload's observations are no images") for key in IMAGE_KEYS)
+    elif rollout.image_window is None:
+        yield from ((key, "rollout.image_window is none") for key in (IMAGE_KEYS[1], "sim.workload.observation_images"))
 
 
 def _ignored_of_environment(env: EnvConfig, cluster: str) -> Iterator[tuple[str, str]]:
@@ -155,6 +186,27 @@ def _check_lengths(loaded: Loaded) -> None:
         raise loaded.refuse(
             "train.micro_batch_tokens",
             f"{train.micro_batch_tokens} cannot hold one sequence of rollout.max_context_tokens {context}",
+        )
+
+
+def _check_temperatures(loaded: Loaded) -> None:
+    config = loaded.config
+    for key, temperature in (
+        ("rollout.temperature", config.rollout.temperature),
+        ("eval.temperature", config.eval.temperature),
+    ):
+        if config.rollout.engine == "vllm" and 0 < temperature < LEAST_TEMPERATURE:
+            what = f"vLLM samples at {LEAST_TEMPERATURE} instead of {temperature}, and the trainer would not"
+            raise loaded.refuse(key, what, f"give at least {LEAST_TEMPERATURE}, or use rollout.engine torch")
+
+
+def _check_window(loaded: Loaded) -> None:
+    rollout = loaded.config.rollout
+    if rollout.image_window is not None and rollout.image_window_drop > rollout.image_window:
+        raise loaded.refuse(
+            "rollout.image_window_drop",
+            f"{rollout.image_window_drop} images cannot leave a rollout.image_window of {rollout.image_window} at once",
+            f"give at most {rollout.image_window}",
         )
 
 

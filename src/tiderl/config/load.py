@@ -84,6 +84,8 @@ def dump(config: Config) -> dict[str, Any]:
     for env in values["env"] if isinstance(values["env"], list) else [values["env"]]:
         wait = env["wait"]
         env["wait"] = "none" if wait is None else {**wait, "tail_s": list(wait["tail_s"])}
+    if values["rollout"]["image_window"] is None:
+        values["rollout"]["image_window"] = "none"
     return values
 
 

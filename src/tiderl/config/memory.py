@@ -20,6 +20,8 @@ TRAINER_BYTES_PER_PARAMETER = 16
 """float32 weights, gradients and AdamW's two moments."""
 ACTIVATION_FLOATS_PER_LAYER = 34
 """Values of one hidden width that a transformer layer keeps for each token until the backward pass."""
+VLLM_BYTES = 768 * 2**20
+"""What vLLM's own code and buffers take beside weights and KV: its process on a CPU, `rollout.engine: vllm`."""
 USABLE_FRACTION = 0.8
 """Of a rank's memory: the rest is for the runtime, allocator slack and the environment's workers."""
 
@@ -65,10 +67,11 @@ def kv_tokens_in_memory(
     trains_too: bool,
     keeps_reference: bool,
     micro_batch_tokens: int,
+    engine: str = "torch",
 ) -> int:
     """KV tokens that one rank can hold beside its weights and, where it `trains_too`, the trainer's state."""
     shape = shape.in_dtype(dtype)
-    used = float(shape.weight_bytes)
+    used = float(shape.weight_bytes) + (VLLM_BYTES if engine == "vllm" else 0)
     if trains_too:
         reference_bytes = shape.dtype_bytes if keeps_reference else 0
         used += shape.parameters * (TRAINER_BYTES_PER_PARAMETER + reference_bytes)

@@ -6,7 +6,7 @@ The only place where a default depends on another key (architecture §10). Asks 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,9 @@ from tiderl.data.settings import (
     WaitProfile,
     WarmupSettings,
 )
+from tiderl.data.window import ImageWindow
+from tiderl.engines.vllm_setup import CPU_HEAD_SIZES
+from tiderl.schedule.priority import STANDARD
 from tiderl.schedule.strategy import Strategy, get
 
 Command = Literal["train", "sim", "eval"]
@@ -112,7 +115,10 @@ class Resolved:
         )
 
     def engine_settings(self, model: ModelSettings) -> EngineSettings:
-        return EngineSettings(model, self.kv_budget_tokens, kv_policy=self.config.rollout.kv_policy)
+        rollout = self.config.rollout
+        return EngineSettings(
+            model, self.kv_budget_tokens, kv_policy=rollout.kv_policy, task_scheduler=rollout.task_scheduler
+        )
 
     def trainer_settings(self, model: ModelSettings, *, weights_dir: str = "") -> TrainerSettings:
         config = self.config
@@ -153,6 +159,8 @@ def resolve(
         raise loaded.refuse("schedule.strategy", error.what, error.hint) from None
     check_combinations(loaded, strategy)
     shape = model_shape(config, model_folder, refuse=loaded.refuse)
+    if config.rollout.engine == "vllm" and command != "sim" and device == "cpu":
+        _check_heads(loaded, shape)
     layout = _layout(loaded, strategy, command)
     bound = config.schedule.max_staleness if strategy.max_staleness is None else strategy.max_staleness
     wanted = (bound + 1) * config.train.global_batch_groups * config.algorithm.group_size
@@ -174,6 +182,8 @@ def resolve(
     }
     if config.rollout.kv_budget_tokens == "auto":
         values["rollout"]["kv_budget_tokens"] = _kv_budget(loaded, shape, layout, slots, dtype, memory_bytes)
+    if values["rollout"]["kv_policy"] == "ctb" and config.rollout.priority == "weighted":
+        values["rollout"]["priority_weights"] = asdict(replace(STANDARD, **config.rollout.priority_weights))
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in values.items()}
     env = environments if config.is_mixture else environments[0]
     resolved = config.model_copy(update={**sections, "env": env})
@@ -189,6 +199,16 @@ def resolve(
         model_folder=model_folder,
         no_effect=without_effect(loaded, strategy, command=command),
     )
+
+
+def _check_heads(loaded: Loaded, shape: ModelShape) -> None:
+    """vLLM on a CPU computes only some head sizes: refused here, before anything starts."""
+    if shape.head_dim not in CPU_HEAD_SIZES:
+        raise loaded.refuse(
+            "rollout.engine",
+            f"vLLM on a CPU has no attention for heads of {shape.head_dim} (model.hidden / model.heads)",
+            f"choose one of {', '.join(map(str, CPU_HEAD_SIZES))}, or use torch",
+        )
 
 
 def _counts(config: Config, strategy: Strategy) -> StalenessCounts:
@@ -248,6 +268,7 @@ def _kv_budget(
         trains_too=bool(layout.shared_ranks),
         keeps_reference=config.algorithm.kl_coef > 0,
         micro_batch_tokens=config.train.micro_batch_tokens,
+        engine=config.rollout.engine,
     )
     if room < context:
         raise loaded.refuse(
@@ -284,7 +305,18 @@ def _run_settings(config: Config, slots: int) -> RunSettings:
         environment_weights=(
             {name: env.weight for name, env in config.environments.items()} if config.is_mixture else {}
         ),
+        image_window=_image_window(config),
+        kv_policy="ctb" if config.rollout.kv_policy == "ctb" else "lru",
+        growth_z=config.rollout.growth_z,
+        patience_s=config.rollout.patience_s,
+        priority=config.rollout.priority,
+        priority_weights=dict(config.rollout.priority_weights),
     )
+
+
+def _image_window(config: Config) -> ImageWindow | None:
+    window = config.rollout.image_window
+    return None if window is None else ImageWindow(window, config.rollout.image_window_drop)
 
 
 def wait_profile(env: EnvConfig) -> WaitProfile | None:

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag
 from pydantic_core import PydanticCustomError
 
+from tiderl.schedule.priority import WEIGHTS
+
 Auto = Literal["auto"]
 
 
@@ -25,6 +27,15 @@ def _auto_or_whole(minimum: int) -> PlainValidator:
         raise ValueError(f"must be a whole number of at least {minimum}, or auto")
 
     return PlainValidator(validate)
+
+
+def _whole_or_none(value: object) -> int | None:
+    """`none` is None inside."""
+    if value is None or value == "none":
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise ValueError("must be a whole number of at least 1, or none")
 
 
 def not_yet(message: str) -> PydanticCustomError:
@@ -144,19 +155,46 @@ OneOrMix = Annotated[
 """One environment, or a list of them that is mixed by weight."""
 
 
+def _priority_weights(value: object) -> object:
+    if isinstance(value, Mapping):
+        for name in value:
+            if name not in WEIGHTS:
+                raise ValueError(f"holds {name!r}, which has no weight (known: {', '.join(WEIGHTS)})")
+    return value
+
+
 class RolloutConfig(Section):
     """How trajectories are generated."""
 
-    engine: Annotated[Literal["torch"], _not_yet(("torch",), ("vllm", "vllm-cpu"))] = "torch"
+    engine: Literal["torch", "vllm"] = "torch"
+    """`torch`: the embedded engine. `vllm`: vLLM, in the process of its rank; needs an extra."""
     ranks_per_engine: Annotated[int, BeforeValidator(_only(1, "more than one rank for an engine"))] = 1
     kv_budget_tokens: AutoPositive = "auto"
     """KV positions that one replica may hold."""
-    kv_policy: Annotated[Literal["auto", "lru"], _not_yet(("auto", "lru"), ("ctb",))] = "auto"
+    kv_policy: Literal["auto", "lru", "ctb"] = "auto"
+    """`lru`: the engine keeps what was used last. `ctb`: continuous task batching, of whole tasks."""
+    growth_z: NonNegative = 1.0
+    """For `ctb`: standard deviations of the tasks' growth for which admission leaves room."""
+    patience_s: PositiveFloat = 30.0
+    """For `ctb`: a task that waits longer for room goes before all others."""
+    priority: Literal["tiers", "weighted", "deadlines"] = "tiers"
+    """For `ctb`: evaluation, group completion, active, context in this order; their weighted sum; or who must start now
+    to be in time, then the shortest remaining work while the trainer starves, the longest otherwise."""
+    priority_weights: Annotated[dict[str, NonNegative], BeforeValidator(_priority_weights)] = {}
+    """For `priority: weighted`: of `evaluation`, `group` (the finished part of it), `active` and `context` (of the
+    longest allowed); those not given are 8, 4, 2 and 1."""
     max_turns: Positive = 16
     max_context_tokens: Positive = 512
-    """Of one trajectory, observations included."""
+    """Of one trajectory, observations included; of its largest context where images leave it."""
     max_new_tokens_per_turn: Positive = 4
     temperature: PositiveFloat = 1.0
+    task_scheduler: Literal["auto", "sync", "async", "none"] = "auto"
+    """For `engine: vllm` with `ctb`: the scheduler that keeps tasks' blocks, without or with vLLM's asynchronous
+    scheduling; `none`: vLLM's own, so that tasks are only admitted."""
+    image_window: Annotated[int | None, PlainValidator(_whole_or_none)] = None
+    """Images that stay in a task's context; `none`: all. Each time that some leave, its record forks."""
+    image_window_drop: Positive = 1
+    """How many of them, the oldest, leave at once when another one comes; at most `image_window`."""
 
 
 class AlgorithmConfig(Section):
@@ -259,6 +297,8 @@ class SimWorkloadConfig(Section):
     """Of resets and steps: they raise."""
     action_correlation: Fraction = 0.0
     """Of the lengths of a turn's actions, between the members of a group: answers to one question are alike."""
+    observation_images: bool = False
+    """Whether each observation after the first prompt is one image: `rollout.image_window` counts them."""
 
 
 def _workload(value: object) -> object:

@@ -33,6 +33,7 @@ class CostModel:
     checkpoint_s: float  # write weights and optimizer state
     weight_bytes: int
     delta_fraction: float = 0.05  # of the weights that one update changes, for a weight sync by differences (assumed)
+    kv_reload_token_s: float = 0.0  # per KV position from host memory; 0: the engine's memory is the host's
     pass_s: float = 0.0  # fixed, of each reference, forward or backward pass over a micro-batch
     turn_s: float = 0.0  # of a turn outside engine and environment: messages
     driver_turn_s: float = 0.0  # of the driver for each turn that ends: it takes them up one by one

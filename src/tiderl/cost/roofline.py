@@ -49,4 +49,5 @@ def accelerator_cost(shape: ModelShape, device: Accelerator, efficiency: Efficie
         swap_one_way_s=weights / host_bytes_per_s,
         checkpoint_s=STATE_BYTES * parameters / (host_bytes_per_s * CHECKPOINT_RANKS),
         weight_bytes=weights,
+        kv_reload_token_s=shape.kv_bytes_per_token / host_bytes_per_s,
     )

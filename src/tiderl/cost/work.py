@@ -7,8 +7,9 @@ loss with a name of its own, counted where it happens. Knows no clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -21,11 +22,16 @@ SlotsHeld = Literal["step", "task"]
 
 @dataclass(frozen=True, slots=True)
 class TurnWork:
-    """One turn: tokens that no cache can hold before it, tokens sampled, then seconds of the environment."""
+    """One turn: tokens that no cache can hold before it, tokens sampled, then seconds of the environment.
+
+    `left_tokens`: of the context before, positions that the turn's own has not or has at another place; above 0 the
+    trajectory forks, and what came before is a sequence of its own.
+    """
 
     prefill_tokens: int
     decode_tokens: int
     env_s: float
+    left_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +57,20 @@ class GroupWork:
     system_tokens: int = 0
 
 
-def trajectory_work(turns: Sequence[tuple[int, int, float]], reset_s: float = 0.0) -> TrajectoryWork:
+def trajectory_work(
+    turns: Sequence[tuple[int, int, float]],
+    reset_s: float = 0.0,
+    forks: Mapping[int, tuple[int, int]] = MappingProxyType({}),
+) -> TrajectoryWork:
     """From (tokens sampled, tokens observed, environment seconds) of each turn.
 
     The KV of a turn's last token is computed with the next turn, so each turn prefills that and the observation.
+    `forks`: of a turn before which the context was rewritten, by number: what it computes, and its `left_tokens`.
     """
     work, new = [], 1
-    for sampled, observed, env_s in turns:
-        work.append(TurnWork(new, sampled, env_s))
+    for number, (sampled, observed, env_s) in enumerate(turns):
+        computed, left = forks.get(number, (new, 0))
+        work.append(TurnWork(computed, sampled, env_s, left))
         new = 1 + observed
     return TrajectoryWork(tuple(work), reset_s)
 
@@ -128,12 +140,12 @@ def _measure(group: GroupWork, number: int, cost: CostModel, kv_tokens: int, max
     if not 0 <= group.system_tokens <= group.prompt_tokens or not group.trajectories:
         raise ConfigurationError("a group needs trajectories and no negative prompt", where=where)
     spent = [_spent(trajectory, group.prompt_tokens, cost, where) for trajectory in group.trajectories]
-    longest = group.prompt_tokens + max(one.own_tokens for one in spent)
+    longest = group.prompt_tokens + max(one.longest for one in spent)
     if longest > kv_tokens:
         raise ConfigurationError(f"a trajectory of {longest} tokens never fits {kv_tokens} tokens of KV", where=where)
     prompt_s = cost.prefill_token_s * (group.prompt_tokens - group.system_tokens)
     decoded, resets_s = sum(one.decoded for one in spent), [one.reset_s for one in group.trajectories]
-    trained = sum(group.prompt_tokens + one.own_tokens + 1 for one in spent)
+    trained = sum(one.trained for one in spent)
     work_s = prompt_s + sum(one.work_s for one in spent)
     # A prompt can be computed while the members that reset more slowly still do.
     issued_s = [
@@ -160,6 +172,8 @@ class _Spent:
     """Of one trajectory after its common prompt."""
 
     own_tokens: int = 0  # context at its end, without the last token
+    longest: int = 0  # the largest of these over its turns
+    trained: int = 0  # tokens of its sequences, the prompt's included
     decoded: int = 0
     kept: int = 0  # own positions resident, summed over the tokens that they are there for
     kv_token_s: float = 0.0
@@ -175,9 +189,13 @@ def _spent(trajectory: TrajectoryWork, prompt: int, cost: CostModel, where: str)
         raise ConfigurationError("a trajectory needs turns and no negative reset", where=where)
     token_s, read_s, out = cost.iteration_s + cost.sequence_s, cost.context_token_s, _Spent()
     for turn in trajectory.turns:
-        if not (turn.prefill_tokens >= 0 and turn.decode_tokens >= 1 and turn.env_s >= 0):
+        before = out.own_tokens
+        possible = turn.prefill_tokens >= 0 and turn.decode_tokens >= 1 and turn.env_s >= 0
+        if not (possible and 0 <= turn.left_tokens <= before):
             raise ConfigurationError(f"impossible turn {turn}", where=where)
-        own, tokens = out.own_tokens + turn.prefill_tokens, turn.decode_tokens
+        if turn.left_tokens:
+            out.trained += prompt + before + 1
+        own, tokens = before - turn.left_tokens + turn.prefill_tokens, turn.decode_tokens
         later = tokens - 1
         # Over the tokens after the first: the context is 1, 2, … longer than at the start.
         growth = later * (later + 1) // 2
@@ -190,6 +208,8 @@ def _spent(trajectory: TrajectoryWork, prompt: int, cost: CostModel, where: str)
         out.waited_s += turn.env_s
         out.decoded += tokens
         out.own_tokens = own + later
+        out.longest = max(out.longest, out.own_tokens)
+    out.trained += prompt + out.own_tokens + 1
     return out
 
 

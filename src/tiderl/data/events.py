@@ -30,6 +30,9 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
     engine_ranks: tuple[tuple[int, ...], ...] = ()  # by replica
     actor_ranks: tuple[int, ...] = ()  # that train together; the first one's states are those of all
     resumed_from_update: int = 0
+    kv_policy: str = ""  # lru | ctb
+    priority: str = ""  # the rule of `ctb`
+    priority_weights: dict[str, float] = {}  # all of them, where the rule weighs
 
 
 class PromptIssued(Event, frozen=True, kw_only=True, tag="prompt_issued"):
@@ -82,6 +85,7 @@ class EnvStepFinished(Event, frozen=True, kw_only=True, tag="env_step_finished")
 
 
 class TaskPaused(Event, frozen=True, kw_only=True, tag="task_paused"):
+    split: str
     prompt_id: int
     member: int
     replica: int
@@ -89,12 +93,14 @@ class TaskPaused(Event, frozen=True, kw_only=True, tag="task_paused"):
 
 
 class TaskResumed(Event, frozen=True, kw_only=True, tag="task_resumed"):
+    split: str
     prompt_id: int
     member: int
     replica: int
 
 
 class TaskMigrated(Event, frozen=True, kw_only=True, tag="task_migrated"):
+    split: str
     prompt_id: int
     member: int
     from_replica: int
@@ -103,11 +109,22 @@ class TaskMigrated(Event, frozen=True, kw_only=True, tag="task_migrated"):
 
 
 class KvRetention(Event, frozen=True, kw_only=True, tag="kv_retention"):
+    """A wait that is over, of a task whose KV had a price while it waited: what was decided, on what grounds, and what
+    it cost beside what a clairvoyant would have paid, in seconds of the engine's work."""
+
+    split: str
     prompt_id: int
     member: int
     replica: int
     choice: str  # keep | offload | drop
     tokens: int
+    waited_s: float
+    held_s: float  # of these, with its KV in the pool
+    hold_s: float | None  # R / (λ·c): for how long it is worth it; None, or infinite: as long as it takes
+    token_second: float  # λ: engine seconds for each token held for a second
+    back_token_s: float  # engine seconds to bring one token back
+    cost_s: float
+    clairvoyant_s: float
 
 
 class TaskFinished(Event, frozen=True, kw_only=True, tag="task_finished"):

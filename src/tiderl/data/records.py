@@ -12,6 +12,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from tiderl.data.forks import Fork, branches
+
 Split = Literal["train", "eval"]
 
 
@@ -37,9 +39,10 @@ class ImageHandle(msgspec.Struct, frozen=True, tag="image"):
 
 
 class TokenCount(msgspec.Struct, frozen=True, tag="token_count"):
-    """A part that is only a length, in tokens: what simulated environments answer."""
+    """A part that is only a length, in tokens: what simulated environments answer. `image`: it stands for one image."""
 
     tokens: int
+    image: bool = False
 
 
 Part = str | ImageHandle | TokenCount
@@ -120,7 +123,8 @@ Ending = Literal["terminated", "truncated", "budget_turns", "budget_tokens"]
 class Trajectory(msgspec.Struct, frozen=True):
     """The finished token record of one task.
 
-    T = all tokens, in order. Where `loss_mask` is False, `logprobs` is 0 and `versions` is -1.
+    T = all tokens, in order. Where `loss_mask` is False, `logprobs` is 0 and `versions` is -1. `forks`: where tokens
+    left the context (I8); the trainer then sees several sequences of it.
     """
 
     id: int
@@ -134,10 +138,16 @@ class Trajectory(msgspec.Struct, frozen=True):
     success: bool
     ending: Ending
     text: tuple[str, ...] = ()  # observation texts, one per turn, kept for transcripts
+    forks: tuple[Fork, ...] = ()
 
     @property
     def tokens(self) -> int:
         return len(self.ids)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Of its sequences together: `tokens`, and after forks what several of them begin with once for each."""
+        return sum(branch.tokens for branch in branches(self.forks, len(self.ids)))
 
     @property
     def loss_tokens(self) -> int:
@@ -150,8 +160,8 @@ class Trajectory(msgspec.Struct, frozen=True):
 
 
 class Sequence(msgspec.Struct, frozen=True):
-    """What the trainer sees of a trajectory. Carries its group's rewards, so any micro-batch is self-contained (I7,
-    I9)."""
+    """What the trainer sees of a trajectory: the whole, or a branch where history was rewritten. A sampled token bears
+    loss in one of them. Carries its group's rewards, so any micro-batch is self-contained (I7, I9)."""
 
     trajectory_id: int
     prompt_id: int

@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from tiderl.data.window import ImageWindow
+
 LossName = Literal["grpo", "decoupled_ppo"]
 StalenessCounts = Literal["oldest_token", "window"]
 AdvantageName = Literal["group", "leave_one_out"]
@@ -39,6 +41,9 @@ class EngineSettings(msgspec.Struct, frozen=True):
     max_batch: int = 64  # sequences computed in one step
     prefill_tokens_per_step: int = 2048
     kv_policy: str = "lru"
+    """Which waiting task's KV makes room first. `lru`: the least recently used, whatever was hinted. `ctb`: a task is
+    held whole until its next turn, `release`, `offload` or other weights; running turns that find no other room drop
+    the held task of the lowest `Turn.priority`, then the least recently used."""
     prefill_tokens_beside_decoding: int = 256
     """The same in a step that also decodes, so that a long prompt does not stall it. On a CPU, beside a prompt of 2,000
     tokens, the gap between two tokens falls to an eighth and throughput stays."""
@@ -49,7 +54,11 @@ class EngineSettings(msgspec.Struct, frozen=True):
     min_shared_tokens: int = 1
     """Shorter prompts are computed by every task of a group: for simulated engines (the embedded one has its own)."""
     host_kv_budget_tokens: int | None = None
-    """Offloaded KV in host memory; None = `kv_budget_tokens` on an accelerator, 0 on a CPU (it is the same memory)."""
+    """Offloaded KV in host memory; None = `kv_budget_tokens` on an accelerator, also a simulated one, 0 on a CPU (it is
+    the same memory)."""
+    task_scheduler: str = "auto"
+    """For vLLM under `ctb`, the scheduler that pins tasks' blocks: `sync`, `async`, or `none` for vLLM's own, which
+    takes no hints; `auto` = `sync` on a CPU, `async` on an accelerator."""
 
 
 class TrainerSettings(msgspec.Struct, frozen=True):
@@ -110,6 +119,12 @@ class RunSettings(msgspec.Struct, frozen=True):
     checkpoint_every_updates: int = 0  # 0 = as cheap as it is
     checkpoint_keep: int = 2
     environment_weights: dict[str, float] = {}  # of a mixture: name to weight; empty for one environment
+    image_window: ImageWindow | None = None  # None: all images stay in the context
+    kv_policy: Literal["lru", "ctb"] = "lru"
+    growth_z: float = 1.0  # these four: as in `rollout`, for `ctb`
+    patience_s: float = 30.0
+    priority: Literal["tiers", "weighted", "deadlines"] = "tiers"
+    priority_weights: dict[str, float] = {}
 
 
 class WaitProfile(msgspec.Struct, frozen=True):
@@ -144,3 +159,4 @@ class WorkloadProfile(msgspec.Struct, frozen=True):
     timeout_fraction: float = 0.0  # of resets and steps: they never answer
     failure_fraction: float = 0.0  # of resets and steps: they raise
     action_correlation: float = 0.0  # of a turn's action lengths, between the members of a group
+    observation_images: bool = False  # each observation after the first prompt is one image

@@ -32,11 +32,12 @@ class Turn(msgspec.Struct, frozen=True):
 
     task: TaskKey
     turn: int
-    ids: np.ndarray  # int32 [n], the whole context; extends the ids of the task's previous turn exactly (I8)
+    ids: np.ndarray  # int32 [n], the whole context; extends that of the task's previous turn exactly (I8), or forks
     sampling: Sampling
     remaining_tokens: int  # what the task may still add to its context, observations included
     priority: float = 0.0  # larger first
-    retain: bool = True  # the task will probably come back: keep its KV if there is room
+    retain: bool = True  # the task will probably come back: keep its KV if there is room; False: keep nothing
+    rewrites: tuple[int, ...] = ()  # of each fork so far: with how many tokens the context went on to begin as before
 
 
 class TurnResult(msgspec.Struct, frozen=True):
@@ -80,6 +81,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     preemptions: int = 0  # turns that gave way to another's growth, and recomputed
     offloaded_tokens: int = 0  # in host memory now, outside `resident_tokens`
+    held_tokens: int = 0  # of `resident_tokens`, what no running turn uses: kept for waiting tasks
+    evicted_tokens: int = 0  # since start: kept for waiting tasks by `retain`, and gone because others needed room
     holders: tuple[str, ...] = ()  # tasks that hold KV, largest first, at most 8: for the blocked report
 
 
@@ -90,3 +93,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True):
     offload: bool
     token_versions: bool = True
     logprobs: bool = True
+    kv_budget_tokens: int = 0  # positions that its pool holds; 0: it does not say, and tasks are not held to it
+    kv_block_tokens: int = 1  # it takes them in blocks of so many
+    max_batch: int = 0  # turns that it runs at a time; 0: it does not say
+    shares_prompts: bool = False  # what members of a group begin with is in memory once
+    reload_token_s: float | None = None  # to bring one offloaded position back

@@ -1,8 +1,8 @@
 """Who holds KV on a replica, in tokens: reservations of running turns and the KV of tasks that wait between turns.
 
 Keeps I4: reserved + held never exceeds the budget, a turn computes no further than its reservation, and each
-reservation is freed exactly once, here and nowhere else. The policy is request-level LRU. Knows nothing of torch: the
-KV itself is an opaque object, dropped with its entry.
+reservation is freed exactly once, here and nowhere else. What waits never stands in the way of what runs: the policy
+says only in which order it goes. Knows nothing of torch: the KV itself is an opaque object, dropped with its entry.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiderl.data.errors import InvariantViolation
+from tiderl.data.errors import ConfigurationError, InvariantViolation
 from tiderl.data.records import TaskKey
+
+KV_POLICIES = ("lru", "ctb")
 
 
 class GroupKey(NamedTuple):
@@ -64,12 +66,23 @@ Owner = TaskKey | GroupKey
 
 
 class Residency:
-    """The KV book of one replica."""
+    """The KV book of one replica. `kv_policy`: as in `EngineSettings`."""
 
-    def __init__(self, budget_tokens: int) -> None:
+    def __init__(self, budget_tokens: int, kv_policy: str = "lru") -> None:
+        """Raises `ConfigurationError` for a policy that it does not know."""
+        if kv_policy not in KV_POLICIES:
+            raise ConfigurationError(
+                f"the embedded engine has no KV policy {kv_policy!r}",
+                where="rollout.kv_policy",
+                hint=f"use {' or '.join(KV_POLICIES)}",
+            )
         self.budget_tokens = budget_tokens
+        self.by_task = kv_policy == "ctb"
+        self.evicted_tokens = 0  # of tasks, since start
+        self._evicted: list[tuple[TaskKey, HeldKv]] = []  # by task only, for who may keep a part of them
         self._reserved: dict[TaskKey, int] = {}
         self._held: dict[Owner, HeldKv] = {}  # least recently used first
+        self._priorities: dict[TaskKey, float] = {}  # of the same tasks' last turns
         self._groups: dict[GroupKey, dict[Owner, HeldKv]] = {}  # the same entries by group
         self._reserved_tokens = 0
         self._held_tokens = 0
@@ -82,6 +95,10 @@ class Residency:
     @property
     def held_tokens(self) -> int:
         return self._held_tokens
+
+    @property
+    def free_tokens(self) -> int:
+        return self.budget_tokens - self.committed_tokens
 
     def held(self) -> dict[Owner, int]:
         """Tokens held by each waiting task, least recently used first."""
@@ -100,7 +117,7 @@ class Residency:
         return self._reserved_tokens + tokens <= self.budget_tokens
 
     def reserve(self, task: TaskKey, tokens: int) -> HeldKv | None:
-        """Charge a turn and hand over what its task holds. Evicts the least recently used waiting tasks.
+        """Charge a turn and hand over what its task holds. Evicts waiting tasks where needed.
 
         Raises `InvariantViolation` when it does not fit or the task already has a reservation.
         """
@@ -122,8 +139,9 @@ class Residency:
         self._reserved_tokens += more
         return True
 
-    def settle(self, task: TaskKey, entry: HeldKv | None) -> None:
-        """Free a turn's reservation, and keep `entry` for the task's next turn, as most recently used.
+    def settle(self, task: TaskKey, entry: HeldKv | None, priority: float = 0.0) -> None:
+        """Free a turn's reservation, and keep `entry` for the task's next turn, as most recently used. `priority`: of
+        the turn that ends.
 
         Raises `InvariantViolation` for a task without a reservation, or with more KV than it reserved.
         """
@@ -133,6 +151,7 @@ class Residency:
         self._reserved_tokens -= reserved
         if entry is not None:
             self._put(task, entry)
+            self._priorities[task] = priority
 
     def keep_prefix(self, group: GroupKey, entry: HeldKv) -> None:
         """Hold a group's prompt for members that have not started; evictable like any other entry.
@@ -149,16 +168,25 @@ class Residency:
         entry = self._held.get(task)
         return 0 if entry is None else entry.tokens
 
-    def touch(self, task: TaskKey) -> None:
-        """Mark a waiting task as most recently used."""
+    def touch(self, task: TaskKey, priority: float | None = None) -> None:
+        """Mark a waiting task as most recently used; `priority`: of its next turn, once that is known."""
         if task in self._held:
             self._held[task] = self._held.pop(task)
+            if priority is not None:
+                self._priorities[task] = priority
+
+    def take_evicted(self) -> list[tuple[TaskKey, HeldKv]]:
+        """What tasks lost since the last call, under `ctb`: nothing of it counts any more."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
 
     def drop(self, owner: Owner) -> HeldKv | None:
         """Forget what an owner holds, and hand it over."""
         entry = self._held.pop(owner, None)
         if entry is not None:
             self._held_tokens -= entry.tokens
+            if isinstance(owner, TaskKey):
+                del self._priorities[owner]
             group = _group(owner)
             del self._groups[group][owner]
             if not self._groups[group]:
@@ -167,6 +195,7 @@ class Residency:
 
     def drop_all_held(self) -> None:
         self._held.clear()
+        self._priorities.clear()
         self._groups.clear()
         self._held_tokens = 0
 
@@ -177,7 +206,16 @@ class Residency:
 
     def _evict_for(self, tokens: int) -> None:
         while self.committed_tokens + tokens > self.budget_tokens:
-            self.drop(next(iter(self._held)))
+            owner = min(self._held, key=self._rank) if self.by_task else next(iter(self._held))
+            entry = self.drop(owner)
+            if isinstance(owner, TaskKey) and entry is not None:
+                self.evicted_tokens += entry.tokens
+                if self.by_task:
+                    self._evicted.append((owner, entry))
+
+    def _rank(self, owner: Owner) -> tuple[bool, float]:
+        """Who goes first under `ctb`: a kept prompt, then the task of the lowest priority; of equals the first."""
+        return (True, self._priorities[owner]) if isinstance(owner, TaskKey) else (False, 0.0)
 
 
 def _group(owner: Owner) -> GroupKey:

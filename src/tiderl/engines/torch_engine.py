@@ -67,15 +67,10 @@ class TorchEngine:
     """
 
     def __init__(self, settings: EngineSettings, clock: Callable[[], float] = time.perf_counter) -> None:
-        if settings.kv_policy != "lru":
-            raise ConfigurationError(
-                f"the embedded engine has no KV policy {settings.kv_policy!r}",
-                where="rollout.kv_policy",
-                hint="use lru",
-            )
         if not 0.0 < settings.growth_quantile <= 1.0:
             raise ConfigurationError(f"growth_quantile {settings.growth_quantile} is not in (0, 1]", where="rollout")
         self._settings = settings
+        self._residency = Residency(settings.kv_budget_tokens, settings.kv_policy)
         self._clock = clock
         self._model = SlotModel(settings.model)
         self._rows = ActiveRows(self._model.new_cache(settings.max_batch))
@@ -83,8 +78,12 @@ class TorchEngine:
         if host_tokens is None:
             host_tokens = default_budget_tokens(self._model.device.type, settings.kv_budget_tokens)
         self._host = HostPool(host_tokens)
-        self.capabilities = EngineCapabilities(retain=True, offload=host_tokens > 0)
-        self._residency = Residency(settings.kv_budget_tokens)
+        self.capabilities = EngineCapabilities(
+            retain=True,
+            offload=host_tokens > 0,
+            kv_budget_tokens=settings.kv_budget_tokens,
+            max_batch=settings.max_batch,
+        )
         self._admission = Admission(self._residency, settings.growth_quantile)
         self._version = NO_VERSION
         self._paused = False
@@ -105,6 +104,8 @@ class TorchEngine:
             return
         self._live[turn.task] = live
         self._admission.push(live)
+        if self._residency.by_task:  # what is asked for again will be used before what only may be
+            self._residency.touch(turn.task, turn.priority)
 
     def _check(self, turn: Turn) -> None:
         where = f"turn {turn.turn} of {turn.task}"
@@ -187,6 +188,8 @@ class TorchEngine:
                 usable = live.own_kv.usable_tokens(live.known_ids, self._version)
                 live.own_kv = self._rows.shortened(live.own_kv, usable)
         self._rows.append(started)
+        for task, entry in self._residency.take_evicted():
+            self._keep_prefix(group_of(task), entry, self._rows.lives)
 
     def _fill_rows(self) -> list[int]:
         """How many tokens each of the rows behind the decoding ones prefills in this step."""
@@ -270,7 +273,7 @@ class TorchEngine:
             entry = live.own_kv  # it ends before its row was computed
             if live.filled and (live.retain or self._unstarted(live.group)):
                 entry = self._rows.computed_kv(row, self._version)
-            self._residency.settle(live.turn.task, entry if live.retain else None)
+            self._residency.settle(live.turn.task, entry if live.retain else None, live.turn.priority)
             if entry is not None and not live.retain:
                 self._keep_prefix(live.group, entry, staying)
         self._rows.vacate(gone)
@@ -281,9 +284,10 @@ class TorchEngine:
         return [live for live in self._live.values() if live.group == group and not live.filled]
 
     def _keep_prefix(self, group: GroupKey, entry: HeldKv, rows: list[LiveTurn]) -> None:
-        """The last copy of a group's prompt would go while members have yet to start: keep that much of it."""
+        """The last copy of a group's prompt would go while members have yet to start: keep that much of it, where it
+        fits without any eviction."""
         tokens = prefix_to_keep(entry, self._unstarted(group), self._sources(rows))
-        if tokens:
+        if 0 < tokens <= self._residency.free_tokens:
             self._residency.keep_prefix(group, self._rows.shortened(entry, tokens))
 
     def _drop_unwanted_prefixes(self) -> None:
@@ -297,10 +301,11 @@ class TorchEngine:
         return bool(self._ended) or (bool(self._live) and not self._paused and self._version != NO_VERSION)
 
     def retain(self, task: TaskKey) -> None:
-        """The task will come back: keep its KV after the running turn, or mark it as most recently used."""
+        """The task will come back: keep its KV after the running turn, or (not under `lru`) mark it as just used."""
         if task in self._live:
             self._live[task].retain = True
-        self._residency.touch(task)
+        if self._residency.by_task:
+            self._residency.touch(task)
         self._host.touch(task)
 
     @torch.inference_mode()
@@ -322,6 +327,7 @@ class TorchEngine:
         entry = self._residency.drop(task)
         if entry is not None:
             self._host.put(task, entry)
+            self._keep_prefix(group_of(task), entry, self._rows.lives)
 
     @torch.inference_mode()
     def pause(self, mode: PauseMode) -> list[TurnResult]:
@@ -361,6 +367,8 @@ class TorchEngine:
             cached_tokens=self._rows.cached_tokens,
             preemptions=self._admission.preemptions,
             offloaded_tokens=self._host.tokens,
+            held_tokens=self._residency.held_tokens,
+            evicted_tokens=self._residency.evicted_tokens,
             holders=tuple(str(owner) for owner in largest),
         )
 
@@ -370,6 +378,6 @@ class TorchEngine:
         self._ended.clear()
         self._rows = ActiveRows(self._model.new_cache(self._settings.max_batch))
         self._host.clear()
-        self._residency = Residency(self._settings.kv_budget_tokens)
+        self._residency = Residency(self._settings.kv_budget_tokens, self._settings.kv_policy)
         self._admission = Admission(self._residency, self._settings.growth_quantile)
         self._version = NO_VERSION

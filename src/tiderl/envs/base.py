@@ -17,8 +17,8 @@ from tiderl.data.errors import ConfigurationError
 from tiderl.data.records import Action, Observation, Prompt, Split, Step
 
 REQUIRED = ("prompts", "reset", "step")
-RESERVED = ("tools", "pause", "resume", "snapshot", "restore")
-OPTIONAL = ("vocabulary", "expert", "score", "close", *RESERVED)
+RESERVED = ("tools", "snapshot", "restore")
+OPTIONAL = ("vocabulary", "expert", "score", "pause", "resume", "close", *RESERVED)
 
 
 class Environment:
@@ -34,7 +34,11 @@ class Environment:
     - `close()`: give back what the object holds.
     - `memory_limit_bytes` (class attribute): what one environment may hold under isolation `process`, and a whole
       worker under `pool`, its children included.
-    - reserved names, not called yet: `tools`, `pause`, `resume`, `snapshot`, `restore`.
+    - `pause()`: the next step will be long in coming, so whatever counts the seconds between two steps should stand
+      still. Called between two steps, or between `reset` and the first one.
+    - `resume()`: the next step comes now. Called once after each `pause`, unless the task ends meanwhile: then `close`
+      follows.
+    - reserved names, not called yet: `tools`, `snapshot`, `restore`.
 
     Options of `env.options` arrive as keyword arguments in `__init__` and in both class methods. Any class
     with these methods is an environment; inheriting from this one only saves writing `__init__` and `close`.
@@ -85,6 +89,14 @@ class Description(msgspec.Struct, frozen=True):
     @property
     def has_score(self) -> bool:
         return "score" in self.declared
+
+    @property
+    def has_pause(self) -> bool:
+        return "pause" in self.declared
+
+    @property
+    def has_resume(self) -> bool:
+        return "resume" in self.declared
 
 
 def check_options(environment: type, options: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -20,6 +20,7 @@ from tiderl.data.errors import TideError
 from tiderl.data.records import Action, Prompt, TaskKey
 from tiderl.data.rng import stream_seed
 from tiderl.envs.base import RESERVED
+from tiderl.envs.findings import Finding, Report, Verdict
 from tiderl.envs.inprocess import AsyncEnvironments
 from tiderl.envs.leaks import measure
 from tiderl.envs.pool import PoolEnvironments
@@ -33,36 +34,8 @@ PROMPTS_REPEATED = 10
 EXPERT_SUCCESS_LEAST = 0.95
 UNKNOWN_ACTION = "?!"
 UNKNOWN_WORDS_SHOWN = 40  # enough to complete the vocabulary of a small world from
+RANDOM_WORLD = "same actions, same answers"
 PLAIN_WORDS = ("go", "yes", "no")  # what is said where there is neither expert nor vocabulary
-
-Verdict = Literal["ok", "note", "problem"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One promise and what came of it."""
-
-    promise: str
-    verdict: Verdict
-    detail: str
-
-
-@dataclass(frozen=True)
-class Report:
-    """All findings, and the figures behind them: seconds, words, turns, fractions."""
-
-    name: str
-    findings: tuple[Finding, ...]
-    figures: Mapping[str, float]
-
-    @property
-    def ok(self) -> bool:
-        return all(finding.verdict != "problem" for finding in self.findings)
-
-    def lines(self) -> list[str]:
-        """One line a finding, problems marked."""
-        marks = {"ok": "ok     ", "note": "note   ", "problem": "PROBLEM"}
-        return [f"{marks[finding.verdict]}  {finding.promise}: {finding.detail}" for finding in self.findings]
 
 
 def check(
@@ -120,6 +93,7 @@ class _Trial:
         self._check_starts(starts)
         await self._check_unknown_action(prompts)
         await self._check_determinism(prompts, vocabulary)
+        await self._check_pause(prompts[0], vocabulary)
         await self._check_leaks(prompts, vocabulary)
         self._check_words(vocabulary)
         self._check_times()
@@ -192,10 +166,33 @@ class _Trial:
                 return
             if (one.texts, one.rewards) != (other.texts, other.rewards):
                 detail = f"the same actions on prompt {prompt.id} were answered differently: the world is random"
-                self.find("same actions, same answers", "note", detail)
+                self.find(RANDOM_WORLD, "note", detail)
                 break
         where = "one process: it is async" if len(self.environments.pids()) == 1 else "two processes"
         self.find("same prompt, same start", "ok", f"tried {len(tried)} prompts in two objects each, in {where}")
+
+    async def _check_pause(self, prompt: Prompt, vocabulary: Sequence[str]) -> None:
+        """The same actions, once straight on and once with a pause before each step."""
+        description = self.environments.description
+        declared = [name for name in ("pause", "resume") if name in description.declared]
+        if not declared:
+            return
+        if len(declared) == 1:
+            self.find("one of pause and resume", "note", f"declares only {declared[0]}: it alone is called")
+        words = await self._actions(prompt, vocabulary)
+        straight = await self._episode(prompt, words)
+        try:
+            paused = await self._episode(prompt, words, pauses=True)
+        except TideError as error:
+            detail = f"prompt {prompt.id} fails where it pauses before each step: {error}".replace("\n", " ")
+            self.find("pause", "problem", detail)
+            return
+        if (straight.texts, straight.rewards) == (paused.texts, paused.rewards):
+            self.find("pause", "ok", f"prompt {prompt.id} paused {len(paused.rewards)} times and went on as without")
+        else:
+            random_world = any(finding.promise == RANDOM_WORLD for finding in self.findings)
+            detail = f"the same actions on prompt {prompt.id} were answered differently after pauses"
+            self.find("pause", "note" if random_world else "problem", detail)
 
     async def _check_leaks(self, prompts: Sequence[Prompt], vocabulary: Sequence[str]) -> None:
         async def play(number: int) -> None:
@@ -258,7 +255,7 @@ class _Trial:
         draw = random.Random(stream_seed(self.seed, "env check", prompt.id))
         return draw.choices(vocabulary or PLAIN_WORDS, k=self.max_turns)
 
-    async def _episode(self, prompt: Prompt, actions: Sequence[str]) -> _Episode:
+    async def _episode(self, prompt: Prompt, actions: Sequence[str], *, pauses: bool = False) -> _Episode:
         self._opened += 1
         handle = await self.environments.open(TaskKey("eval", self._opened, 0), prompt)
         try:
@@ -266,6 +263,9 @@ class _Trial:
             episode = _Episode([first.as_text()])
             self._note(episode.texts[0], self._first_words)
             for action in actions[: self.max_turns]:
+                if pauses:
+                    await handle.pause()
+                    await handle.resume()
                 step = await self._timed("step", handle.step(Action(action)))
                 assert not isinstance(step.observation, str)  # the port's promise
                 episode.texts.append(step.observation.as_text())

@@ -166,6 +166,14 @@ class AsyncHandle:
         answer = await owner.call(lambda: self._environment.step(action), where, self._printed, left_s)
         return as_step(answer, where)
 
+    async def pause(self) -> None:
+        if self._owner.description.has_pause:
+            await self._tell("pause", lambda: self._environment.pause())
+
+    async def resume(self) -> None:
+        if self._owner.description.has_resume:
+            await self._tell("resume", lambda: self._environment.resume())
+
     async def score(self, trajectory: Trajectory) -> float | None:
         if not self._owner.description.has_score:
             return None
@@ -185,6 +193,12 @@ class AsyncHandle:
             pass  # the task is over: what its object says while it goes changes nothing
         finally:
             self._slot.give_back()
+
+    async def _tell(self, method: str, code: Callable[[], Any]) -> None:
+        """A call whose answer says nothing."""
+        if self._environment is None:
+            raise InvariantViolation(f"{method} before reset", where=self._where)
+        await self._owner.call(code, f"{self._where} {method}", self._printed)
 
 
 def close(environment: Any) -> Any:

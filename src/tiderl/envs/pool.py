@@ -277,6 +277,16 @@ class PoolHandle:
         request = protocol.StepRequest(lane=self._lane, where=f"{self._where} step", action=action)
         return await self._call(protocol.STEP, request, Step, left_s)
 
+    async def pause(self) -> None:
+        if self._pool.description.has_pause:
+            request = protocol.PauseRequest(lane=self._lane, where=f"{self._where} pause")
+            await self._call(protocol.PAUSE, request, None, self._pool.deadline_s)
+
+    async def resume(self) -> None:
+        if self._pool.description.has_resume:
+            request = protocol.ResumeRequest(lane=self._lane, where=f"{self._where} resume")
+            await self._call(protocol.RESUME, request, None, self._pool.deadline_s)
+
     async def score(self, trajectory: Trajectory) -> float | None:
         if not self._pool.description.has_score:
             return None

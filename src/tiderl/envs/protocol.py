@@ -16,6 +16,7 @@ from tiderl.data.records import Action, Prompt, Split, Trajectory
 
 LOAD, PROMPTS, VOCABULARY, EXPERT = "load", "prompts", "vocabulary", "expert"
 RESET, STEP, SCORE, CLOSE, ABANDON = "reset", "step", "score", "close", "abandon"
+PAUSE, RESUME = "pause", "resume"
 SPANS = "spans"  # no payload; answered by `ProcessSpans`, or None where the worker is not profiled
 
 
@@ -60,6 +61,14 @@ class ScoreRequest(LaneRequest, frozen=True, kw_only=True):
     trajectory: Trajectory
 
 
+class PauseRequest(LaneRequest, frozen=True, kw_only=True):
+    """Sent only where the class declares `pause`; answered by nothing."""
+
+
+class ResumeRequest(LaneRequest, frozen=True, kw_only=True):
+    """Sent only where the class declares `resume`; answered by nothing."""
+
+
 class CloseRequest(LaneRequest, frozen=True, kw_only=True):
     """End the lane and its environment."""
 
@@ -78,6 +87,8 @@ REQUESTS: Mapping[str, type[LaneRequest]] = {
     RESET: ResetRequest,
     STEP: StepRequest,
     SCORE: ScoreRequest,
+    PAUSE: PauseRequest,
+    RESUME: ResumeRequest,
     CLOSE: CloseRequest,
     ABANDON: AbandonRequest,
 }

@@ -119,6 +119,12 @@ class Lane:
                 return as_observation(self._environment.reset(request.prompt), request.where)
             case protocol.ScoreRequest():
                 return as_reward(self._environment.score(request.trajectory), request.where, VerifierFault)
+            case protocol.PauseRequest():
+                self._environment.pause()
+                return None  # whatever it answers says nothing
+            case protocol.ResumeRequest():
+                self._environment.resume()
+                return None
             case protocol.CloseRequest():
                 return self._close()
             case protocol.ExpertRequest():

@@ -6,8 +6,8 @@ Time is the goodput's: from the first issued task to the last committed update. 
   get adds up to the time in which any was computed (`shares.py`). A turn's time goes to prefill and decode, and by what
   became of its trajectory: trained (useful), given up, still in flight. Prefill of context that had been computed
   before is a loss of its own: forced by a version change (I6), or by eviction;
-* a replica that computes nothing is charged for what it waits for: environments, memory (`kv_stall`: turns queue and
-  none runs), the staleness bound, new work, new weights;
+* a replica that computes nothing is charged for what it waits for: environments, memory (`kv_stall`: turns queue or
+  tasks are paused, and none runs), the staleness bound, new work, new weights;
 * the rank that trains is charged for what it does. Ranks of one trainer work in step and are charged alike.
 
 Memory stays flat: turns before the oldest moment at which an open task may still have begun one are folded into sums.
@@ -36,6 +36,8 @@ from tiderl.data.events import (
     UpdateCommitted,
     VersionPublished,
 )
+from tiderl.observe.kv import computed_again, computed_by
+from tiderl.observe.pauses import Pause, Pauses
 from tiderl.observe.shares import Floats, Shares, intervals
 
 USEFUL = ("useful_prefill", "useful_decode", "useful_reference", "useful_train")
@@ -116,10 +118,14 @@ class Account:
         self._actor_ranks: tuple[int, ...] = ()
         self._states: dict[tuple[int, str], list[tuple[float, str]]] = defaultdict(list)  # (rank, role): changes
         self._turns: dict[int, list[_Turn]] = defaultdict(list)  # by replica
+        self._pauses = Pauses()
+        self._paused: dict[int, list[Pause]] = defaultdict(list)  # by replica
         self._kept = 0
         self._groups: dict[tuple[str, int], dict[int, dict[int, _Task]]] = {}  # (split, prompt) -> member -> attempt
 
     def observe(self, event: Event) -> None:
+        for pause in self._pauses.observe(event):
+            self._paused[pause.replica].append(pause)
         match event:
             case TurnFinished():
                 self._turn(event)
@@ -180,7 +186,7 @@ class Account:
     def _turn(self, event: TurnFinished) -> None:
         task = self._task(event.split, event.prompt_id, event.member, event.attempt)
         computed = max(0, event.context_tokens - event.cached_tokens)
-        again = max(0, computed - max(0, event.context_tokens - task.computed_tokens))
+        again = computed_again(event, task.computed_tokens)
         decoding_s = event.t_s - event.decode_s
         started_s = decoding_s - event.prefill_s
         self._turns[event.replica].append(
@@ -197,8 +203,7 @@ class Account:
             )
         )
         self._kept += 1
-        # The last sampled token has no KV yet: nothing was computed from it.
-        task.computed_tokens, task.version = event.context_tokens + max(0, event.new_tokens - 1), event.version
+        task.computed_tokens, task.version = computed_by(event), event.version
         task.last_s = event.t_s
 
     def _drop(self, prompt_id: int, member: int) -> None:
@@ -273,6 +278,8 @@ class Account:
                 del changes[0]
         for replica, turns in self._turns.items():
             self._turns[replica] = [turn for turn in turns if turn.ended_s > until_s]
+        for replica, pauses in self._paused.items():
+            self._paused[replica] = [pause for pause in pauses if pause.until_s > until_s]
         self._kept = sum(map(len, self._turns.values()))
         open_tasks = {id(turn.task) for turns in self._turns.values() for turn in turns}
         for group, members in list(self._groups.items()):
@@ -295,7 +302,12 @@ class Account:
         )
         busy = Shares(started, ended, masked, (since_s, until_s), also=decoding)
         _charge_turns(turns, busy.of(started, decoding), busy.of(decoding, ended))
-        queue = Shares(queued, started, masked, (since_s, until_s))
+        pauses = [*self._paused.get(replica, ()), *(p for p in self._pauses.lasting(until_s) if p.replica == replica)]
+        paused, resumed = (
+            np.clip(np.array([getattr(pause, name) for pause in pauses], dtype=np.float64), since_s, until_s)
+            for name in ("since_s", "until_s")
+        )
+        queue = Shares(np.append(queued, paused), np.append(started, resumed), masked, (since_s, until_s))
         here = Shares(np.array([since_s]), np.array([until_s]), trains, (since_s, until_s))
         starts = np.array([start for start, _, _ in states])
         edges = np.unique(np.concatenate([busy.edges, queue.edges, here.edges, starts]))

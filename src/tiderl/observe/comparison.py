@@ -39,6 +39,9 @@ def _rows(strategies: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[s
         cells = ["-" if result.get(key) is None else show(result[key]) for result in results]
         return None if all(cell == "-" for cell in cells) else (label, cells)
 
+    def differing(label: str, key: str, show: Any = number) -> tuple[str, list[str]] | None:
+        return row(label, key, show) if len({str(result.get(key)) for result in results}) > 1 else None
+
     rows = [
         row("goodput, tokens/s", "goodput_tokens_per_s"),
         row("over the first", "goodput_ratio", lambda ratio: f"{ratio:.2f} x"),
@@ -54,7 +57,12 @@ def _rows(strategies: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[s
         row("wait once ready, updates", "window_staleness_max", str),
         row("trainer waits", "twt_s", duration),
         row("rollout waits", "rwt_s", duration),
+        differing("KV policy", "kv_policy", str),
         row("KV hits", "kv_hit_fraction", fraction),
+        differing("re-prefilled tokens", "kv_reprefilled_tokens", "{:,}".format),
+        differing("tasks paused", "tasks_paused", "{:,}".format),
+        differing("tasks migrated", "tasks_migrated", "{:,}".format),
+        differing("retention ratio", "kv_retention_ratio", lambda ratio: f"{ratio:.2f} x"),
     ]
     shares = [_shares(result) for result in results]
     account = [

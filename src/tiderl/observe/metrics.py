@@ -30,6 +30,7 @@ from tiderl.observe.account import Account
 from tiderl.observe.books import IssueBook, WaitBook
 from tiderl.observe.curves import shares
 from tiderl.observe.environments import EnvironmentBook, eval_shares
+from tiderl.observe.kv import KvBook
 
 REWARD_CURVE_POINTS = 60
 """As many as a line of a terminal shows; all updates are in `metrics.jsonl`."""
@@ -53,8 +54,6 @@ class RunMetrics:
         self.ranks_lost = 0
         self.versions: set[int] = set()
         self.generated_tokens = 0
-        self.context_tokens = 0
-        self.cached_tokens = 0
         self.groups = 0
         self.loss_tokens = 0
         self.trained_tokens = 0
@@ -68,18 +67,18 @@ class RunMetrics:
         self.issue = IssueBook()
         self.waits = WaitBook()
         self.environments = EnvironmentBook()
+        self.kv = KvBook()
         self.account = Account()
 
     def observe(self, event: Event) -> None:
         self.clock_s = max(self.clock_s, event.t_s)
         self.environments.observe(event)
+        self.kv.observe(event)
         self.account.observe(event)
         match event:
             case TurnFinished():
                 if event.split == "train":
                     self.generated_tokens += event.new_tokens
-                    self.context_tokens += event.context_tokens
-                    self.cached_tokens += event.cached_tokens
             case RankState() | RoleChanged():
                 self.waits.observe(event)
             case TaskAdmitted() | PromptIssued():
@@ -181,7 +180,7 @@ class RunMetrics:
             "reward_first": self.first_commit.reward_mean if self.first_commit else None,
             "reward_last": self.last_commit.reward_mean if self.last_commit else None,
             "reward_curve": self._reward_curve(),
-            "kv_hit_fraction": _ratio(self.cached_tokens, self.context_tokens),
+            **self.kv.figures(),
             "logprob_gap_mean": _ratio(self.gap_sum, self.gap_tokens),
             "logprob_gap_alarms": self.faults[LOGPROB_GAP_ALARM],
             "faults": dict(sorted(self.faults.items())),

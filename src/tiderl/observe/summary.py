@@ -13,6 +13,7 @@ from rich.text import Text
 
 from tiderl.cost.bound import RHO, RHO_ORDER
 from tiderl.observe.curves import sparkline
+from tiderl.observe.kv import BY_TASK
 from tiderl.observe.prediction import prediction_lines
 from tiderl.observe.words import count, duration, fraction, number
 
@@ -37,6 +38,7 @@ def summary_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("goodput", _goodput(result)),
         ("staleness", _staleness(result)),
         ("waits", _waits(result)),
+        ("KV by task", _kv(result)),
         ("trajectories", _trajectories(result)),
         ("dropped", _by_name(result.get("dropped"))),
         ("lengths", _lengths(result)),
@@ -145,6 +147,22 @@ def _waits(result: Mapping[str, Any]) -> str:
     if result.get("twt_s") is None:
         return ""
     return f"trainer {duration(result['twt_s'])}, rollout {duration(result.get('rwt_s'))}"
+
+
+def _kv(result: Mapping[str, Any]) -> str:
+    """One line where the schedule decides what KV stays."""
+    if result.get("kv_policy") != BY_TASK:
+        return ""
+    ratio, weights = result.get("kv_retention_ratio"), result.get("kv_priority_weights") or {}
+    order = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+    parts = [
+        f"{fraction(result.get('kv_hit_fraction'))} of context tokens hit",
+        f"{result['tasks_paused']:,} paused ({duration(result['paused_s'])})",
+        f"{result['tasks_migrated']:,} migrated",
+        "" if ratio is None else f"waits cost {ratio:.2f} x a clairvoyant's",
+        _labelled("weights: ", order),
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _trajectories(result: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tiderl.data.errors import InvariantViolation
+from tiderl.data.forks import Branch, branches
 from tiderl.data.records import Prompt, Trajectory
 from tiderl.data.records import Sequence as TrainSequence
 from tiderl.data.settings import StalenessCounts
@@ -67,25 +68,36 @@ class Group:
         return [trajectory for trajectory in found if trajectory is not None]
 
     def sequences(self) -> list[TrainSequence]:
-        """What the trainer sees of the group, by member."""
+        """What the trainer sees of the group, by member, and of a member by branch."""
         trajectories = self.trajectories()
         rewards = np.array([t.reward for t in trajectories], np.float64)
         if not np.isfinite(rewards).all():
             raise InvariantViolation("a non-finite reward reached a batch", where=f"prompt {self.prompt_id}")
         return [
-            TrainSequence(
-                trajectory_id=t.id,
-                prompt_id=self.prompt_id,
-                member=t.key.member,
-                ids=t.ids,
-                loss_mask=t.loss_mask,
-                logprobs=t.logprobs,
-                versions=t.versions,
-                reward=t.reward,
-                group_rewards=rewards,
-            )
-            for t in trajectories
+            _sequence(self.prompt_id, trajectory, branch, rewards)
+            for trajectory in trajectories
+            for branch in branches(trajectory.forks, trajectory.tokens)
         ]
+
+
+def _sequence(prompt_id: int, trajectory: Trajectory, branch: Branch, rewards: np.ndarray) -> TrainSequence:
+    """One branch of a trajectory. What an earlier branch bears loss for is context here."""
+    t, before = trajectory, branch.context_tokens
+    loss_mask, logprobs, versions = branch.of(t.loss_mask), branch.of(t.logprobs), branch.of(t.versions)
+    if before:
+        loss_mask, logprobs, versions = loss_mask.copy(), logprobs.copy(), versions.copy()
+        loss_mask[:before], logprobs[:before], versions[:before] = False, 0.0, -1
+    return TrainSequence(
+        trajectory_id=t.id,
+        prompt_id=prompt_id,
+        member=t.key.member,
+        ids=branch.of(t.ids),
+        loss_mask=loss_mask,
+        logprobs=logprobs,
+        versions=versions,
+        reward=t.reward,
+        group_rewards=rewards,
+    )
 
 
 @dataclass
@@ -158,7 +170,7 @@ class Buffer:
             return False
         group.ready_s, group.ready_update = now_s, self.updates_done
         insort(self._ready, self._place(group))
-        self.signals.observe(now_s, sum(t.tokens for t in group.trajectories()))
+        self.signals.observe(now_s, sum(t.trained_tokens for t in group.trajectories()))
         return True
 
     def drop(self, group: Group) -> None:

@@ -72,6 +72,11 @@ class Evaluator:
         """The version of the oldest job with tasks that have not started."""
         return next((job.version for job in self.jobs if job.waiting), None)
 
+    def waiting_prompt(self) -> Prompt | None:
+        """Of the first task that has not started."""
+        key = next((job.waiting[0] for job in self.jobs if job.waiting), None)
+        return None if key is None else self.prompts[key.prompt_id]
+
     def take(self, replica: int) -> tuple[EvalJob, TaskKey]:
         job = next(job for job in self.jobs if job.waiting)
         job.running[replica] = job.running.get(replica, 0) + 1

@@ -38,6 +38,15 @@ class Loads:
             self._versions[replica] = version
             self._push(replica)
 
+    def of(self, replica: int) -> ReplicaView | None:
+        """A replica that can take tasks."""
+        version = self._versions.get(replica)
+        return None if version is None else ReplicaView(replica, version, self._tasks[replica])
+
+    def usable_versions(self) -> dict[int, int]:
+        """The version of each replica that can take tasks, by number."""
+        return dict(sorted(self._versions.items()))
+
     def least(self) -> list[ReplicaView]:
         """One replica for each version that any has: that with the fewest tasks, the lowest number first."""
         found = []

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tiderl.data.events import Event
+from tiderl.data.forks import Span
 from tiderl.data.records import (
     Action,
     MicroBatch,
@@ -201,6 +202,15 @@ class EnvironmentHandle(Protocol):
     async def score(self, trajectory: Trajectory) -> float | None:
         """The environment's verifier, None where it has none. Raises `VerifierFault`."""
 
+    async def pause(self) -> None:
+        """The next step will be long in coming: the environment's own deadlines should not run. Between two other calls
+        only; does nothing where the environment declares no `pause`. As `step`, it has `env.deadline_s`, and a method
+        that raises or hangs is an `EnvironmentFault`."""
+
+    async def resume(self) -> None:
+        """The next step comes now. Once after each `pause` that returned, unless `close` comes first; otherwise as
+        `pause`, where the environment declares `resume`."""
+
     async def close(self) -> None:
         """Idempotent; never raises; gives the slot back."""
 
@@ -234,6 +244,9 @@ class Renderer(Protocol):
     def extend(self, observation: Observation, said: np.ndarray | None = None) -> np.ndarray:
         """int32 [n]: what follows the policy's last token, up to where it speaks again. `said`: the ids of its last
         turn, int32 [m]; None stands for a turn that ended with its stop token and called no tool."""
+
+    def images(self, observation: Observation) -> tuple[Span, ...]:
+        """Where in the ids that `begin` or `extend` makes of the observation its images lie, in order."""
 
     def action_ids(self, text: str) -> np.ndarray:
         """int32 [n]: what a policy would sample to say `text`, stop token included (for demonstrations)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from tiderl.data.errors import (
     EnvironmentFault,
@@ -24,6 +24,7 @@ from tiderl.data.records import Prompt, TaskKey, Trajectory
 from tiderl.runtime.buffer import Buffer, Group, Member
 from tiderl.runtime.evaluation import EvalJob, Evaluator
 from tiderl.runtime.journal import Journal
+from tiderl.runtime.kv import KvPolicy, Next, RequestLevel, TaskLevel
 from tiderl.runtime.loads import Loads
 from tiderl.runtime.ports import Ports
 from tiderl.runtime.sync import Publisher
@@ -31,13 +32,7 @@ from tiderl.runtime.task import TaskLimits, TaskPlayer
 from tiderl.runtime.wakeup import Wakeup
 from tiderl.schedule.groups import FailureKind, FailureView, after_failure
 from tiderl.schedule.staleness import StartView
-from tiderl.schedule.tasks import (
-    EVAL_PRIORITY,
-    TRAIN_PRIORITY,
-    AdmissionView,
-    Blocked,
-    next_admission,
-)
+from tiderl.schedule.tasks import AdmissionView, Blocked, KvRules, next_admission
 
 EVAL_FAULT_RETRIES = 1
 """As for training: an environment fault is tried once more."""
@@ -72,7 +67,9 @@ class Rollout:
         group_size: int,
         slots: int,
         total_groups: int,
+        kv: KvRules | None = None,
     ) -> None:
+        """`kv`: the rules of continuous task batching; None leaves KV to the engines."""
         self.ports, self.buffer, self.journal = ports, buffer, journal
         self.publisher, self.evaluator, self.wakeup = publisher, evaluator, wakeup
         self.prompts, self.emit = prompts, emit
@@ -83,10 +80,23 @@ class Rollout:
         self.eval_tasks = dict.fromkeys(ports.cluster.engines, 0)
         self.group_tasks: dict[int, list[asyncio.Task[None]]] = {}
         self.players: dict[int, TaskPlayer] = {}  # by trajectory id
+        self.losses_known: dict[TaskKey, int] = {}  # of its replica when the task came there
         self.faults_in_a_row = 0
         self.groups_dropped_in_a_row = 0
         self.blocked = ""
         self.loads = Loads(ports.cluster.engines)
+        self.kv: KvPolicy = RequestLevel(ports.cluster.engines, self.loads)
+        if kv is not None:
+            self.kv = TaskLevel(
+                ports.cluster.engines,
+                self.loads,
+                buffer,
+                kv,
+                emit,
+                changed=wakeup.notify,
+                moved=self._moved,
+                ready=self._ready,
+            )
         self._activity: dict[int, str] = {}
         self._restless = dict.fromkeys(ports.cluster.engine_ranks)  # whose activity may have changed
         self._idle: dict[int, None] = {}
@@ -105,6 +115,7 @@ class Rollout:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._admit(tasks)
+                self.kv.rebalance()
                 self._report_activity()
                 check_progress()
                 await self.wakeup.wait()
@@ -125,13 +136,16 @@ class Rollout:
     def _view(self) -> AdmissionView:
         changed, self.publisher.changed = self.publisher.changed, []
         for replica in changed:
-            self.loads.usable(replica, self.publisher.usable_version(replica))
+            version = self.publisher.usable_version(replica)
+            self.loads.usable(replica, version)
+            self.kv.usable(replica, version, self.publisher.up[replica])
             self._restless[replica] = None
+        first = self.waiting[0] if self.waiting else None
         return AdmissionView(
             free_slots=self.slots - self.in_flight,
-            replicas=self.loads.least(),
+            replicas=self.kv.replicas(Next(self.evaluator.waiting_prompt(), first)),
             eval_version=self.evaluator.waiting_version(),
-            member_min_version=self.waiting[0][0].start_version if self.waiting else None,
+            member_min_version=first[0].start_version if first else None,
             start=StartView(
                 started_groups=self.buffer.started_groups,
                 total_groups=self.total_groups,
@@ -141,6 +155,8 @@ class Rollout:
                 updates_done=self.buffer.updates_done,
             ),
             replica_slots=-(-self.slots // len(self.training_tasks)),
+            member_home=self.kv.home(first[0]) if first else None,
+            home_lead=self.group_size,
         )
 
     def _count(self, tasks: dict[int, int], replica: int, change: int) -> None:
@@ -165,12 +181,24 @@ class Rollout:
                 environment=group.prompt.environment,
             )
         )
-        self.waiting.extend((group, member) for member in group.members)
+        self._ready(group, self.kv.first_members(group))
+
+    def _ready(self, group: Group, members: Collection[Member]) -> None:
+        """These members may start."""
+        self.waiting.extend((group, member) for member in members)
+        self.wakeup.notify()
+
+    def _moved(self, key: TaskKey, replica: int, to: int) -> None:
+        """A task goes on elsewhere."""
+        self._count(self.training_tasks, replica, -1)
+        self._count(self.training_tasks, to, 1)
+        self.losses_known[key] = self.publisher.losses[to]
 
     def _start_member(self, tasks: asyncio.TaskGroup, group: Group, member: Member, replica: int) -> None:
         key = TaskKey("train", group.prompt_id, member.number, member.attempt)
-        task = tasks.create_task(self._run_member(group, member, key, replica), name=f"task {key}")
-        self._charge(task, self.training_tasks, replica)
+        player = self._player(key, member.trajectory_id, group.prompt, replica, group, self.limits)
+        task = tasks.create_task(self._run_member(group, member, player), name=f"task {key}")
+        self._charge(task, self.training_tasks, player, replica)
         self.group_tasks.setdefault(group.prompt_id, []).append(task)
         self._emit_admitted(key, member.trajectory_id, replica)
 
@@ -178,37 +206,50 @@ class Rollout:
         job, key = self.evaluator.take(replica)
         if not job.waiting:
             self.publisher.ask_all()
-        task = tasks.create_task(self._run_eval(job, key, replica), name=f"task {key}")
-        self._charge(task, self.eval_tasks, replica)
+        player = self._player(key, -1, self.evaluator.prompts[key.prompt_id], replica, None, self.eval_limits)
+        task = tasks.create_task(self._run_eval(job, player, replica), name=f"task {key}")
+        self._charge(task, self.eval_tasks, player, replica)
         self._emit_admitted(key, -1, replica)
 
-    def _charge(self, task: asyncio.Task[None], tasks: dict[int, int], replica: int) -> None:
-        """The task takes a slot of the replica until it ends. Its own `finally` would not do: one that is cancelled
-        before its first step never gets there."""
+    def _charge(self, task: asyncio.Task[None], tasks: dict[int, int], player: TaskPlayer, replica: int) -> None:
+        """The task takes a slot and a seat of the replica until it ends. Its own `finally` would not do: one that is
+        cancelled before its first step never gets there."""
 
         def credit(_: asyncio.Task[None]) -> None:
-            self._count(tasks, replica, -1)
+            at = player.seat.engine.replica
+            player.seat.close()
+            self.losses_known.pop(player.key, None)
+            self._count(tasks, at, -1)
             self.wakeup.notify()
 
         self._count(tasks, replica, 1)
+        self.losses_known[player.key] = self.publisher.losses[replica]
         task.add_done_callback(credit)
 
-    def _player(self, key: TaskKey, trajectory_id: int, prompt: Prompt, replica: int, limits: TaskLimits) -> TaskPlayer:
+    def _player(
+        self,
+        key: TaskKey,
+        trajectory_id: int,
+        prompt: Prompt,
+        replica: int,
+        group: Group | None,
+        limits: TaskLimits,
+    ) -> TaskPlayer:
         return TaskPlayer(
             key=key,
             trajectory_id=trajectory_id,
             prompt=prompt,
             limits=limits,
-            priority=EVAL_PRIORITY if key.split == "eval" else TRAIN_PRIORITY,
-            engine=self.ports.cluster.engines[replica],
+            seat=self.kv.seat(key, replica, prompt, group),
             environments=self.ports.environments,
             renderer=self.ports.renderer,
             emit=self.emit,
         )
 
-    async def _run_member(self, group: Group, member: Member, key: TaskKey, replica: int) -> None:
-        player = self._player(key, member.trajectory_id, group.prompt, replica, self.limits)
-        losses = self.publisher.losses[replica]
+    def _suspect(self, player: TaskPlayer) -> None:
+        self.publisher.suspect(player.seat.engine.replica, self.losses_known[player.key])
+
+    async def _run_member(self, group: Group, member: Member, player: TaskPlayer) -> None:
         self.players[member.trajectory_id] = player
         try:
             trajectory = await player.play()
@@ -216,20 +257,19 @@ class Rollout:
             await self._finished(group, member, trajectory)
         except TASK_FAULTS as fault:
             if isinstance(fault, RankLost):
-                self.publisher.suspect(replica, losses)
+                self._suspect(player)
             self._count_fault(fault)
             self._failed(group, member, fault, player.record.length)
         finally:
             self.players.pop(player.trajectory_id, None)
 
-    async def _run_eval(self, job: EvalJob, key: TaskKey, replica: int) -> None:
-        player = self._player(key, -1, self.evaluator.prompts[key.prompt_id], replica, self.eval_limits)
-        losses = self.publisher.losses[replica]
+    async def _run_eval(self, job: EvalJob, player: TaskPlayer, replica: int) -> None:
+        key = player.key
         try:
             trajectory = await player.play()
         except TASK_FAULTS as fault:
             if isinstance(fault, RankLost):
-                self.publisher.suspect(replica, losses)
+                self._suspect(player)
             self._emit_fault("evaluation", fault, key)
             again = isinstance(fault, InfrastructureFault) or key.attempt < EVAL_FAULT_RETRIES
             self.evaluator.failed(job, replica, key, again=again)
@@ -325,6 +365,7 @@ class Rollout:
         for member, why in zip(group.members, reasons, strict=True):
             self._emit_dropped(group, member, why, tokens if member is failed else self._spent(member))
         self.buffer.drop(group)
+        self.kv.forget(group)
         self.waiting = deque(entry for entry in self.waiting if entry[0] is not group)
         current = asyncio.current_task()
         for task in self.group_tasks.pop(group.prompt_id):

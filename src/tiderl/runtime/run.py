@@ -7,8 +7,8 @@ clock, engine or machine it runs on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
 
 from tiderl.data.errors import CheckpointError, DeadlockError
@@ -19,19 +19,23 @@ from tiderl.runtime.buffer import Buffer, Group
 from tiderl.runtime.checkpoints import Checkpointer
 from tiderl.runtime.evaluation import EvalJob, Evaluator
 from tiderl.runtime.journal import Journal
+from tiderl.runtime.kv import KvPolicy
 from tiderl.runtime.ports import Ports
 from tiderl.runtime.prompts import demonstration_prompts, held_out_prompts, prompt_stream
 from tiderl.runtime.recovery import Recovered, load_group, recover
 from tiderl.runtime.restore import TrainerRestorer
 from tiderl.runtime.rollout import Rollout
+from tiderl.runtime.seats import PoolBook
 from tiderl.runtime.sync import Publisher
 from tiderl.runtime.task import TaskLimits
 from tiderl.runtime.training import Training
 from tiderl.runtime.wakeup import Wakeup
 from tiderl.runtime.warmup import warm_start
+from tiderl.schedule.priority import Weights
 from tiderl.schedule.signals import ReadinessSignals
 from tiderl.schedule.staleness import NO_DEADLINE, deadline
 from tiderl.schedule.strategy import Strategy
+from tiderl.schedule.tasks import KvRules
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Run:
         self.wakeup = Wakeup()
         self.stop_requested = False
         self._training: Training | None = None
+        self._kv: KvPolicy | None = None
         self._main: asyncio.Task[None] | None = None
 
     def request_stop(self) -> None:
@@ -73,10 +78,14 @@ class Run:
         elif self._main is not None:
             self._main.cancel()
 
+    def kv_books(self) -> Mapping[int, PoolBook]:
+        """What the pool of each replica says of itself; none before tasks can start, and under `lru`."""
+        return {} if self._kv is None else self._kv.books()
+
     async def run(self) -> Outcome:
         """Raises what ended the run early: a `TideError` of the port that failed, `DeadlockError`,
         `InvariantViolation`."""
-        settings, cluster = self.settings, self.ports.cluster
+        settings, cluster, kv = self.settings, self.ports.cluster, self._kv_rules()
         self._emit(
             RunStarted(
                 t_s=_now(),
@@ -91,6 +100,9 @@ class Run:
                 staleness_counts=settings.staleness_counts,
                 engine_ranks=tuple(tuple(cluster.engine_ranks[replica]) for replica in sorted(cluster.engine_ranks)),
                 actor_ranks=tuple(actor.rank for actor in cluster.actors),
+                kv_policy=settings.kv_policy,
+                priority="" if kv is None else kv.priority,
+                priority_weights=asdict(kv.weights) if kv is not None and kv.priority == "weighted" else {},
             )
         )
         outcome = "failed"
@@ -127,7 +139,7 @@ class Run:
                 await loops.resume(recovered, train_prompts)
             order = prompt_stream(train_prompts, self.settings.seed, self.settings.environment_weights)
             loops.rollout.prompts = islice(order, loops.buffer.next_prompt_id, None)
-            self._training = loops.training
+            self._training, self._kv = loops.training, loops.rollout.kv
             background = [
                 watch,
                 tasks.create_task(loops.rollout.run(loops.check_progress), name="rollout"),
@@ -174,6 +186,22 @@ class Run:
             max_context_tokens=s.max_context_tokens,
             max_new_tokens_per_turn=s.max_new_tokens_per_turn,
             temperature=s.temperature if temperature is None else temperature,
+            image_window=s.image_window,
+        )
+
+    def _kv_rules(self) -> KvRules | None:
+        s = self.settings
+        if s.kv_policy != "ctb":
+            return None
+        return KvRules(
+            max_turns=s.max_turns,
+            max_context_tokens=s.max_context_tokens,
+            group_size=s.group_size,
+            unlimited_tokens=s.slots * s.max_context_tokens,
+            growth_z=s.growth_z,
+            patience_s=s.patience_s,
+            priority=s.priority,
+            weights=Weights(**s.priority_weights),
         )
 
     def _build(self, train_prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> Loops:
@@ -212,6 +240,7 @@ class Run:
             group_size=settings.group_size,
             slots=settings.slots,
             total_groups=settings.updates * settings.global_batch_groups,
+            kv=self._kv_rules(),
         )
         training = Training(ports, buffer, journal, self.wakeup, self._emit, settings)
         checkpointer = Checkpointer(

@@ -1,20 +1,20 @@
 """The life of one task: environment steps and engine turns, until one of them ends it.
 
-Keeps I8: context grows only by appended ids, those sampled and those rendered from what is new. Knows nothing of
-groups,
-schedules or journals: it plays, and answers with a trajectory or raises the typed fault.
+Keeps I8 with its record (`record.py`): appended ids only, those sampled and those rendered from what is new. Knows
+nothing of groups, schedules or journals: it plays, and answers with a trajectory or raises the typed fault.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from tiderl.data.errors import FirstObservationTooLong, InvariantViolation, VerifierFault
+from tiderl.data.errors import FirstObservationTooLong, VerifierFault
 from tiderl.data.events import EnvStepFinished, Event, TurnFinished
+from tiderl.data.forks import Span
 from tiderl.data.records import (
     Action,
     Ending,
@@ -27,7 +27,10 @@ from tiderl.data.records import (
 )
 from tiderl.data.rng import stream_seed
 from tiderl.data.turns import Sampling, Turn, TurnResult
-from tiderl.runtime.ports import Engine, EnvironmentHandle, Environments, Renderer
+from tiderl.data.window import ImageWindow
+from tiderl.runtime.ports import EnvironmentHandle, Environments, Renderer
+from tiderl.runtime.record import TokenRecord
+from tiderl.runtime.seats import Seat
 
 SCORE_ATTEMPTS = 3
 """A verifier fault is scored again up to this often before the trajectory is dropped (architecture §8)."""
@@ -42,45 +45,8 @@ class TaskLimits:
     max_context_tokens: int
     max_new_tokens_per_turn: int
     temperature: float
-
-
-@dataclass
-class TokenRecord:
-    """The growing token record; parts are joined only when needed."""
-
-    ids: list[np.ndarray] = field(default_factory=list)
-    sampled: list[tuple[int, TurnResult]] = field(default_factory=list)  # where each begins
-    length: int = 0
-
-    def append_context(self, ids: np.ndarray) -> None:
-        self.ids.append(ids)
-        self.length += len(ids)
-
-    def append_sampled(self, result: TurnResult) -> None:
-        count = len(result.ids)
-        if len(result.logprobs) != count or len(result.versions) != count:
-            raise InvariantViolation(
-                f"engine answered {count} ids, {len(result.logprobs)} log-probs, {len(result.versions)} versions",
-                where=f"task {result.task}",
-            )
-        self.ids.append(result.ids)
-        self.sampled.append((self.length, result))
-        self.length += count
-
-    def context(self) -> np.ndarray:
-        """int32 [length]; joins the parts collected so far into one."""
-        if len(self.ids) > 1:
-            self.ids = [np.concatenate(self.ids)]
-        return self.ids[0]
-
-    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Loss mask bool, log-probs float32, versions int32, each [length]: of context False, 0 and -1."""
-        loss_mask, logprobs = np.zeros(self.length, np.bool_), np.zeros(self.length, np.float32)
-        versions = np.full(self.length, -1, np.int32)
-        for start, result in self.sampled:
-            of_turn = slice(start, start + len(result.ids))
-            loss_mask[of_turn], logprobs[of_turn], versions[of_turn] = True, result.logprobs, result.versions
-        return loss_mask, logprobs, versions
+    image_window: ImageWindow | None = None
+    """None: all images stay in the context."""
 
 
 class TaskPlayer:
@@ -93,16 +59,15 @@ class TaskPlayer:
         trajectory_id: int,
         prompt: Prompt,
         limits: TaskLimits,
-        priority: float,
-        engine: Engine,
+        seat: Seat,
         environments: Environments,
         renderer: Renderer,
         emit: Callable[[Event], None],
     ) -> None:
         self.key, self.trajectory_id, self.prompt = key, trajectory_id, prompt
-        self.limits, self.priority = limits, priority
-        self.engine, self.environments, self.renderer, self.emit = engine, environments, renderer, emit
-        self.record = TokenRecord()
+        self.limits = limits
+        self.seat, self.environments, self.renderer, self.emit = seat, environments, renderer, emit
+        self.record = TokenRecord(limits.image_window)
         self.texts: list[str] = []
         self.turns: list[TurnSpan] = []
         self.rewards = 0.0
@@ -115,18 +80,18 @@ class TaskPlayer:
             try:
                 self._begin(await handle.reset())
                 ending = await self._turns(handle)
-                self.engine.release(self.key)
+                self.seat.over()
                 return await self._finish(handle, ending)
             finally:
                 await handle.close()
         finally:
-            self.engine.release(self.key)
+            self.seat.close()
 
     async def _turns(self, handle: EnvironmentHandle) -> Ending:
         for number in range(self.limits.max_turns):
-            room = self.limits.max_context_tokens - self.record.length
+            room = self.limits.max_context_tokens - self.record.context_tokens
             start = self.record.length
-            ids, finish_reason = await self._generate(number, min(room, self.limits.max_new_tokens_per_turn))
+            ids, finish_reason = await self._generate(handle, number, min(room, self.limits.max_new_tokens_per_turn))
             action = self.renderer.parse(ids)
             step = await self._step(handle, number, action)
             self.rewards += step.reward
@@ -144,10 +109,10 @@ class TaskPlayer:
             if step.terminated or step.truncated:
                 return "terminated" if step.terminated else "truncated"
             assert isinstance(step.observation, Observation)
-            new = self.renderer.extend(step.observation, ids)
-            if self.record.length + len(new) >= self.limits.max_context_tokens:
+            new, images = self.renderer.extend(step.observation, ids), self._images(step.observation)
+            if self.record.context_tokens_with(new, images) >= self.limits.max_context_tokens:
                 return "budget_tokens"
-            self.record.append_context(new)
+            self.record.append_context(new, images)
             self.texts.append(step.observation.as_text())
         return "budget_turns"
 
@@ -159,14 +124,19 @@ class TaskPlayer:
                 f"{self.limits.max_context_tokens}",
                 where=f"prompt {self.prompt.id}",
             )
-        self.record.append_context(new)
+        self.record.append_context(new, self._images(observation))
         self.texts.append(observation.as_text())
 
-    async def _generate(self, number: int, max_new_tokens: int) -> tuple[np.ndarray, str]:
+    def _images(self, observation: Observation) -> tuple[Span, ...]:
+        """Where in the observation's ids its images are, as far as that counts."""
+        return () if self.limits.image_window is None else self.renderer.images(observation)
+
+    async def _generate(self, handle: EnvironmentHandle, number: int, max_new_tokens: int) -> tuple[np.ndarray, str]:
         """The turn's ids. An interrupted generation is continued from the tokens that came back."""
         parts: list[np.ndarray] = []
         left = max_new_tokens
         while True:
+            await self.seat.enter(self.record.context_tokens, left, handle)
             turn = Turn(
                 task=self.key,
                 turn=number,
@@ -187,11 +157,13 @@ class TaskPlayer:
                         len(parts),
                     ),
                 ),
-                remaining_tokens=self.limits.max_context_tokens - self.record.length,
-                priority=self.priority,
+                remaining_tokens=self.limits.max_context_tokens - self.record.context_tokens,
+                priority=self.seat.priority,
+                rewrites=self.record.rewrites,
             )
-            result = await self.engine.generate(turn)
+            result = await self.seat.engine.generate(turn)
             self.record.append_sampled(result)
+            self.seat.ended(result, self.record.context_tokens)
             parts.append(result.ids)
             left -= len(result.ids)
             self._emit_turn(turn, result)
@@ -242,7 +214,7 @@ class TaskPlayer:
         return Trajectory(
             id=self.trajectory_id,
             key=self.key,
-            ids=self.record.context(),
+            ids=self.record.joined(),
             loss_mask=loss_mask,
             logprobs=logprobs,
             versions=versions,
@@ -251,6 +223,7 @@ class TaskPlayer:
             success=reward > 0 if self.success is None else self.success,
             ending=ending,
             text=tuple(self.texts),
+            forks=self.record.forks,
         )
 
     def _emit_turn(self, turn: Turn, result: TurnResult) -> None:
@@ -262,7 +235,7 @@ class TaskPlayer:
                 member=self.key.member,
                 attempt=self.key.attempt,
                 turn=turn.turn,
-                replica=self.engine.replica,
+                replica=self.seat.engine.replica,
                 context_tokens=len(turn.ids),
                 new_tokens=len(result.ids),
                 cached_tokens=result.cached_tokens,
@@ -325,7 +298,7 @@ async def play_expert(
     return Trajectory(
         id=-1,
         key=key,
-        ids=record.context(),
+        ids=record.joined(),
         loss_mask=loss_mask,
         logprobs=logprobs,
         versions=versions,

@@ -356,7 +356,7 @@ class Training:
 
     def _emit_step(self, update: int, batch: Sequence[Group], waited_s: float) -> None:
         ready = self.buffer.ready_groups
-        tokens = sum(t.tokens for group in ready for t in group.trajectories())
+        tokens = sum(t.trained_tokens for group in ready for t in group.trajectories())
         self.emit(
             StepStarted(
                 t_s=_now(),
@@ -393,7 +393,7 @@ class Training:
                 groups=len(batch),
                 trajectories=len(trajectories),
                 loss_tokens=sum(t.loss_tokens for t in trajectories),
-                tokens=sum(t.tokens for t in trajectories),
+                tokens=sum(t.trained_tokens for t in trajectories),
                 reward_mean=sum(t.reward for t in trajectories) / len(trajectories),
                 success_fraction=sum(t.success for t in trajectories) / len(trajectories),
                 staleness_max=staleness.maximum,

@@ -10,12 +10,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from tiderl.schedule.priority import STANDARD, PriorityName, Weights
 from tiderl.schedule.staleness import StartView, starts_allowed
 
 EVAL_PRIORITY = 1.0
 """Evaluation turns go before training turns in an engine's queue."""
 TRAIN_PRIORITY = 0.0
+
+
+What = Literal["eval", "member", "group"]
+EVERYTHING: frozenset[What] = frozenset(("eval", "member", "group"))
+
+
+@dataclass(frozen=True)
+class KvRules:
+    """What continuous task batching is told of a run."""
+
+    max_turns: int
+    max_context_tokens: int
+    group_size: int
+    unlimited_tokens: int
+    """The budget of an engine that does not say its own."""
+    growth_z: float = 1.0
+    """Standard deviations of growth for which admission leaves room."""
+    patience_s: float = 30.0
+    """Who waits for room longer than this goes first."""
+    priority: PriorityName = "tiers"
+    weights: Weights = STANDARD
 
 
 @dataclass(frozen=True)
@@ -26,6 +49,8 @@ class ReplicaView:
     version: int
     tasks: int
     """In flight on it, waiting on their environment included."""
+    room: frozenset[What] = EVERYTHING
+    """What its KV has room for: the first waiting one of each."""
 
 
 @dataclass(frozen=True)
@@ -39,50 +64,70 @@ class AdmissionView:
     start: StartView
     replica_slots: int
     """Tasks that one replica may have in flight."""
+    member_home: int | None = None
+    """The replica where the group of the first waiting member has its prompt."""
+    home_lead: int = 0
+    """Tasks that it may have more than the least loaded one and is still preferred."""
 
 
 @dataclass(frozen=True)
 class Admission:
     """Start the first waiting one of `what` on `replica`."""
 
-    what: str  # eval | member | group
+    what: What
     replica: int
 
 
 @dataclass(frozen=True)
 class Blocked:
-    """Nothing can be admitted now; why, in one word: slots, weights, staleness, done."""
+    """Nothing can be admitted now; why, in one word: slots, weights, kv, staleness, done."""
 
     reason: str
 
 
-def place(replicas: Sequence[ReplicaView], *, min_version: int, exact: bool = False) -> int | None:
-    """The least loaded replica that may take the task, lowest number first; None if there is none."""
+def place(
+    replicas: Sequence[ReplicaView],
+    *,
+    min_version: int,
+    exact: bool = False,
+    home: int | None = None,
+    home_lead: int = 0,
+) -> int | None:
+    """The least loaded replica that may take the task, lowest number first; None if there is none. `home` is preferred
+    while it has no more than `home_lead` tasks more."""
     eligible = [r for r in replicas if (r.version == min_version if exact else r.version >= min_version)]
-    return min(eligible, key=lambda r: (r.tasks, r.replica)).replica if eligible else None
+    if not eligible:
+        return None
+    least = min(eligible, key=lambda r: (r.tasks, r.replica))
+    if any(r.replica == home and r.tasks <= least.tasks + home_lead for r in eligible):
+        return home
+    return least.replica
 
 
 def next_admission(view: AdmissionView) -> Admission | Blocked:
     """The one next thing to start, or why nothing can."""
     if view.free_slots < 1:
         return Blocked("slots")
-    roomy = [r for r in view.replicas if r.tasks < view.replica_slots]
+    free = [r for r in view.replicas if r.tasks < view.replica_slots]
+    full = False
     if view.eval_version is not None:
-        replica = place(roomy, min_version=view.eval_version, exact=True)
+        replica = place([r for r in free if "eval" in r.room], min_version=view.eval_version, exact=True)
         if replica is not None:
             return Admission("eval", replica)
     if view.member_min_version is not None:
-        replica = place(roomy, min_version=view.member_min_version)
+        roomy = [r for r in free if "member" in r.room]
+        replica = place(roomy, min_version=view.member_min_version, home=view.member_home, home_lead=view.home_lead)
         if replica is not None:
             return Admission("member", replica)
+        full = len(roomy) < len(free)
     if not view.replicas:
         return Blocked("weights")
     startable = [r for r in view.replicas if starts_allowed(view.start, r.version) > 0]
-    replica = place([r for r in startable if r in roomy], min_version=0)
+    replica = None if full else place([r for r in startable if r in free and "group" in r.room], min_version=0)
     if replica is not None:
         return Admission("group", replica)
     if startable:
-        return Blocked("slots")
+        return Blocked("kv" if full or any("group" not in r.room for r in startable) else "slots")
     if view.start.started_groups >= view.start.total_groups:
         return Blocked("done")
     return Blocked("staleness")

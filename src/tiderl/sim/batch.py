@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from tiderl.cost.model import CostModel
 from tiderl.data.records import TaskKey
 from tiderl.data.settings import EngineSettings
-from tiderl.data.turns import FinishReason
+from tiderl.data.turns import FinishReason, Turn
 from tiderl.sim.growth import Growth
-from tiderl.sim.kv import BlockPool, Prefix, Shared
+from tiderl.sim.host_kv import HostKv
+from tiderl.sim.kv import BlockPool, Prefix, Shared, first_of_its_own
 from tiderl.sim.requests import Request
 from tiderl.sim.segment import Segment
 
@@ -41,7 +42,8 @@ class Batch:
         # Whole blocks only, but as many as the largest turn that is not refused.
         largest = min(settings.kv_budget_tokens, settings.model.max_context_tokens)
         blocks = max(settings.kv_budget_tokens // block, -(-largest // block))
-        self.pool = BlockPool(blocks, block, settings.min_shared_tokens)
+        self.pool = BlockPool(blocks, block, settings.min_shared_tokens, by_task=settings.kv_policy == "ctb")
+        self.host = HostKv(host_budget_tokens(settings, cost), cost.kv_reload_token_s)
         self.max_batch = min(settings.max_batch, cost.max_batch)
         self.prefill_tokens = settings.prefill_tokens_per_step
         self.prefill_tokens_beside = min(self.prefill_tokens, settings.prefill_tokens_beside_decoding)
@@ -57,6 +59,7 @@ class Batch:
         self._growth = Growth(block)
         self._grown_to = 0  # the iteration count up to which growth is in the pool
         self._parts: list[tuple[Request, int]] = []  # tokens prefilled in each iteration of the present segment
+        self._forks: dict[TaskKey, int] = {}  # forks of a task's context that its cached KV has gone through
 
     @property
     def running(self) -> int:
@@ -80,11 +83,35 @@ class Batch:
         """KV positions computed: of waiting tasks and of running turns, after the last whole segment."""
         running = sum(request.kv_tokens for request in self._prefilling.values())
         running += self._context_tokens - len(self._decoding)
-        return running + (self.pool.cached - self.pool.shared) * self.pool.block_tokens
+        return running - self.pool.shared * self.pool.block_tokens + self.held_tokens
+
+    @property
+    def held_tokens(self) -> int:
+        """Of these, what no running turn uses."""
+        return self.pool.cached * self.pool.block_tokens
+
+    @property
+    def evicted_tokens(self) -> int:
+        return self.pool.evicted * self.pool.block_tokens
 
     def add(self, request: Request) -> None:
-        request.prefixes = self.pool.prefixes(request.task, self._shared(request.task), len(request.turn.ids))
+        self.pool.touch(request.task, request.turn.priority)  # it will be used before what only may come back
+        shared = self._as_it_was(request.turn)
+        request.prefixes = self.pool.prefixes(request.task, shared, len(request.turn.ids))
         heapq.heappush(self._waiting, (-request.turn.priority, request.number, request))
+
+    def _as_it_was(self, turn: Turn) -> Shared:
+        """What the turn's context still has in common with other tasks'. Its own KV is forgotten from where the first
+        fork changed it that this KV has not gone through."""
+        task, forks, shared = turn.task, len(turn.rewrites), self._shared(turn.task)
+        if not forks:
+            return shared
+        unseen = turn.rewrites[self._forks.get(task, 0) :]
+        if unseen:
+            self.pool.cut(task, min(unseen))
+            self.host.cut(task, min(unseen))
+            self._forks[task] = forks
+        return tuple(common for common in shared if common[1] <= min(turn.rewrites))
 
     # ------------------------------------------------------------------ before an iteration
 
@@ -113,10 +140,11 @@ class Batch:
         while self.can_admit():
             request = heapq.heappop(self._waiting)[2]
             request.mine, own = pool.take(request.task, request.prefixes, request.known_tokens)
-            first = _first(request)
+            first = first_of_its_own(request.prefixes)
             missing = sum(prefix.blocks - prefix.cached for prefix in request.mine)
             cached = (first - missing + own) * pool.block_tokens
             request.blocks = pool.blocks_of(request.known_tokens) - first
+            cached += self._reload(request, own, missing, now_s)
             request.prefill_left = request.known_tokens - cached
             request.computed = 0
             request.seat = next(self._seats)
@@ -126,10 +154,29 @@ class Batch:
                 self.cached_tokens += cached
             self._prefilling[request.seat] = request
 
+    def _reload(self, request: Request, own: int, missing: int, now_s: float) -> int:
+        """How many positions come from host memory that are not in the pool, to be waited for: there are `own` blocks
+        in it beyond the prefixes, and not `missing` of these."""
+        pool, first = self.pool, first_of_its_own(request.prefixes)
+        there = min(self.host.tokens_of(request.task), request.known_tokens - 1) // pool.block_tokens
+        self.host.drop(request.task)
+        blocks = missing + there - first - own if there >= first else 0
+        request.ready_s = max((prefix.ready_s for prefix in request.prefixes), default=0.0)
+        if blocks <= 0:
+            return 0
+        request.ready_s = max(request.ready_s, self.host.reload(blocks * pool.block_tokens, now_s))
+        for prefix in request.mine:
+            prefix.cached, prefix.ready_s = prefix.blocks, request.ready_s
+        request.mine = []
+        return blocks * pool.block_tokens
+
+    def next_arrival_s(self, now_s: float) -> float | None:
+        """When KV that is on its way from host memory is there next; None when nothing is on its way."""
+        waiting = (request.ready_s for request in self._prefilling.values() if request.ready_s > now_s)
+        return min(waiting, default=None)
+
     def next_segment(self, now_s: float) -> Segment | None:
-        """The iterations until the batch changes by itself; None when it is empty."""
-        if not self.running:
-            return None
+        """The iterations until the batch changes by itself; None when nobody can compute."""
         decoding = len(self._decoding)
         chunk = room = self.prefill_tokens_beside if decoding else self.prefill_tokens
         self._parts = []
@@ -137,10 +184,14 @@ class Batch:
         for request in self._prefilling.values():
             if room == 0:
                 break
+            if request.ready_s > now_s:
+                continue
             tokens = min(room, request.prefill_left)
             self._parts.append((request, tokens))
             room -= tokens
             completed += tokens == request.prefill_left
+        if not decoding and not self._parts:
+            return None
         if completed:
             iterations = 1
         else:
@@ -200,27 +251,38 @@ class Batch:
             self._waiting = [entry for entry in self._waiting if entry[2] is not request]
             heapq.heapify(self._waiting)
         else:
-            self._leave(request, keep=request.turn.retain and not request.released)
+            keep = request.turn.retain and not request.released
+            self._leave(request, keep=keep, priority=request.turn.priority)
         return Finished(request, reason)
 
     def touch(self, task: TaskKey) -> None:
         """A waiting task will come back soon."""
-        self.pool.touch(task, self._shared(task))
+        self.pool.touch(task)
+        self.host.touch(task)
 
     def forget(self, task: TaskKey) -> None:
         """A task is over."""
         self.pool.forget(task, self._shared(task))
+        self.host.drop(task)
+        self._forks.pop(task, None)
+
+    def offload(self, task: TaskKey) -> None:
+        """Move what a waiting task has to host memory, until its next turn; without room there it stays where it is."""
+        tokens = self.pool.cached_tokens_of(task)
+        if tokens and self.host.put(task, tokens):
+            self.pool.drop(task)
 
     def new_version(self, old_version: int, now_s: float) -> None:
         """The weights changed: cached KV is dropped, and running turns compute all of their context again (I6)."""
         self.pool.forget_cached()
+        self.host.clear()
         for request in self.everyone():
             request.catch_up(self.iterations)
             request.close_span(old_version)
         running = {**self._prefilling, **self._decoding}
         for request in self._decoding.values():
             self._stop_decoding(request)
-            blocks = self.pool.blocks_of(request.known_tokens) - _first(request)
+            blocks = self.pool.blocks_of(request.known_tokens) - first_of_its_own(request.prefixes)
             self.pool.used += blocks - request.blocks  # its last token is context now: `preempt` makes room for it
             request.blocks = blocks
         self._decoding.clear()
@@ -234,6 +296,7 @@ class Batch:
             request.prefill_left = request.known_tokens - others * self.pool.block_tokens
             request.computed = 0
             request.void_s = now_s
+            request.ready_s = now_s
 
     def everyone(self) -> list[Request]:
         """All requests, running and waiting, in order of arrival."""
@@ -246,8 +309,9 @@ class Batch:
 
     # ------------------------------------------------------------------ inside
 
-    def _leave(self, request: Request, *, keep: bool) -> None:
-        """Out of the batch; what it should have computed for others goes to the next of them."""
+    def _leave(self, request: Request, *, keep: bool, priority: float | None = None) -> None:
+        """Out of the batch; what it should have computed for others goes to the next of them. `priority`: of a turn
+        that has ended."""
         kv_tokens = request.kv_tokens
         if request.decoding:
             del self._decoding[request.seat]
@@ -259,7 +323,7 @@ class Batch:
             blocks = min(request.computed // self.pool.block_tokens, prefix.blocks - prefix.cached)
             request.computed -= blocks * self.pool.block_tokens
             prefix.cached += blocks
-        self.pool.give_back(request.task, request.prefixes, kv_tokens, request.blocks, keep=keep)
+        self.pool.give_back(request.task, request.prefixes, kv_tokens, request.blocks, keep=keep, priority=priority)
         for prefix in mine:
             if prefix.users:
                 heir = next(other for other in self._prefilling.values() if prefix in other.prefixes)
@@ -271,7 +335,7 @@ class Batch:
         request.decoding = False
         self._growth.remove(request.phase)
         self._context_tokens -= request.known_tokens
-        request.blocks = self.pool.blocks_of(request.known_tokens - 1) - _first(request)
+        request.blocks = self.pool.blocks_of(request.known_tokens - 1) - first_of_its_own(request.prefixes)
 
     def _next_token(self, request: Request, now_s: float) -> bool:
         """The context is complete and a token sampled from it; True when that was the last one."""
@@ -305,6 +369,8 @@ class Batch:
             heapq.heappop(self._finishes)
 
 
-def _first(request: Request) -> int:
-    """The index of the first block of its own."""
-    return request.prefixes[-1].end if request.prefixes else 0
+def host_budget_tokens(settings: EngineSettings, cost: CostModel) -> int:
+    """Positions that the host holds for one replica: none where the engine's own memory is the host's."""
+    if settings.host_kv_budget_tokens is not None:
+        return settings.host_kv_budget_tokens
+    return settings.kv_budget_tokens if cost.kv_reload_token_s > 0 else 0

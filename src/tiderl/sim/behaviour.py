@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from tiderl.data.records import Ending, TaskKey
 from tiderl.data.settings import WorkloadProfile
+from tiderl.data.window import ImageWindow, WindowedContext
 from tiderl.sim.kv import Shared
 
 Fault = Literal["timeout", "failure"]
@@ -23,6 +24,7 @@ class PlannedTurn:
     action_tokens: int
     observation_tokens: int  # added to the context afterwards; 0 after the last turn
     step_s: float
+    rewrites: tuple[int, ...] = ()  # as `Turn.rewrites`
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
+        """Of the context at its end."""
         last = self.turns[-1]
         return last.context_tokens + last.action_tokens
 
@@ -73,25 +76,35 @@ class Behaviour(Protocol):
 
 
 def planned(
-    behaviour: Behaviour, key: TaskKey, *, max_turns: int, max_context_tokens: int, max_new_tokens_per_turn: int
+    behaviour: Behaviour,
+    key: TaskKey,
+    *,
+    max_turns: int,
+    max_context_tokens: int,
+    max_new_tokens_per_turn: int,
+    window: ImageWindow | None = None,
 ) -> Plan:
     """The trajectory that the runtime plays under these budgets when nothing fails."""
-    context = behaviour.first_tokens(key)
+    images = behaviour.profile.observation_images
+    context = WindowedContext(window if images else None)
+    context.observe(behaviour.first_tokens(key))
     last = behaviour.turns(key) - 1
     turns: list[PlannedTurn] = []
     ending: Ending = "budget_turns"
     for number in range(max_turns):
-        action = min(behaviour.action_tokens(key, number), max_new_tokens_per_turn, max_context_tokens - context)
+        room = max_context_tokens - context.tokens
+        action = min(behaviour.action_tokens(key, number), max_new_tokens_per_turn, room)
         step_s = behaviour.step_s(key, number)
         observation = behaviour.observation_tokens(key, number)
         if number == last:
             ending = "terminated"
-        elif context + action + observation >= max_context_tokens:
+        elif context.tokens_with(action + observation, images) >= max_context_tokens:
             ending = "budget_tokens"
         over = ending != "budget_turns" or number == max_turns - 1
-        turns.append(PlannedTurn(context, action, 0 if over else observation, step_s))
+        turns.append(PlannedTurn(context.tokens, action, 0 if over else observation, step_s, context.rewrites))
         if over:
             break
-        context += action + observation
+        context.say(action)
+        context.observe(observation, ((0, observation),) if images else ())
     reward = 1.0 if ending == "terminated" and behaviour.succeeds(key) else 0.0
     return Plan(behaviour.reset_s(key), tuple(turns), ending, reward)

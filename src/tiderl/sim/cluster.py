@@ -14,10 +14,8 @@ from tiderl.data.errors import ConfigurationError
 from tiderl.data.records import TaskKey
 from tiderl.data.settings import EngineSettings
 from tiderl.runtime.ports import RankChange
-from tiderl.sim.behaviour import Behaviour
 from tiderl.sim.driver import SimDriver
-from tiderl.sim.engine import SimEngine
-from tiderl.sim.mixture import WorkloadMixture
+from tiderl.sim.engine import SimEngine, Talk
 from tiderl.sim.ranks import SimRank, Team
 from tiderl.sim.trainer import ModelOnRank, SimActor, SimReference, SimUpdate
 from tiderl.sim.transfer import SimTransfer, TransferKind
@@ -37,7 +35,7 @@ class SimCluster:
         engine_ranks: Mapping[int, tuple[int, ...]],
         actor_ranks: Sequence[int],
         cost: CostModel,
-        workload: Behaviour | WorkloadMixture,
+        workload: Talk,
         engine: EngineSettings,
         *,
         with_reference: bool = True,

@@ -57,7 +57,6 @@ class SimEngine:
         driver: SimDriver | None = None,
     ) -> None:
         self.replica = replica
-        self.capabilities = EngineCapabilities(retain=True, offload=False)
         self._ranks, self._cost, self._settings = tuple(ranks), cost, settings
         self._talk, self._said = talk, said
         self._transfer = transfer if transfer is not None else SimTransfer(cost, self._ranks[0])
@@ -69,10 +68,21 @@ class SimEngine:
         self._planned = False
         self._segment: Segment | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._arrival: asyncio.TimerHandle | None = None  # of KV from host memory
         self._pending: dict[TaskKey, Request] = {}
         self._ending: list[Request] = []  # aborted in the middle of an iteration
         self._halt_waiters: list[asyncio.Future[None]] = []
         self._batch = self._empty_batch()
+        pool = self._batch.pool
+        self.capabilities = EngineCapabilities(
+            retain=True,
+            offload=self._batch.host.budget_tokens > 0,
+            kv_budget_tokens=pool.blocks * pool.block_tokens,
+            kv_block_tokens=pool.block_tokens,
+            max_batch=self._batch.max_batch,
+            shares_prompts=settings.min_shared_tokens < settings.model.max_context_tokens,
+            reload_token_s=cost.kv_reload_token_s,
+        )
         for rank in self._ranks:
             rank.engine = self
 
@@ -98,6 +108,9 @@ class SimEngine:
             prefilled_tokens=batch.prefilled_tokens + prefilled,
             cached_tokens=batch.cached_tokens,
             preemptions=batch.preemptions,
+            offloaded_tokens=batch.host.tokens,
+            held_tokens=batch.held_tokens,
+            evicted_tokens=batch.evicted_tokens,
             holders=batch.pool.largest(HOLDERS_SHOWN) if blocked else (),
         )
 
@@ -143,7 +156,10 @@ class SimEngine:
                 request.released = True
 
     def offload(self, task: TaskKey) -> None:
-        """Declared unsupported: nothing happens."""
+        """Move a waiting task's KV to host memory; its next turn waits for the way back, not for a prefill."""
+        if task not in self._pending:
+            self._grow()
+            self._batch.offload(task)
 
     async def pause(self, mode: PauseMode) -> None:
         self._paused = True
@@ -187,6 +203,9 @@ class SimEngine:
     def lose(self, reason: str) -> None:
         """Its process died: every turn fails with `RankLost`; weights and KV are gone."""
         self._drop_segment()
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
         pending = [*self._pending.values(), *self._ending]
         self._pending, self._ending = {}, []
         self._version, self._paused = NOT_LOADED, False
@@ -246,6 +265,7 @@ class SimEngine:
         self._batch.admit(_now())
         self._segment = self._batch.next_segment(_now())
         self._set_timer()
+        self._expect_arrival()
 
     def _grow(self) -> None:
         """What has begun by now has its KV, before anything is dropped or marked."""
@@ -255,6 +275,20 @@ class SimEngine:
     def _set_timer(self) -> None:
         if self._segment is not None:
             self._timer = asyncio.get_running_loop().call_at(self._segment.end_s, self._end_segment)
+
+    def _expect_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+        arrival_s = self._batch.next_arrival_s(_now())
+        if arrival_s is not None:
+            self._arrival = asyncio.get_running_loop().call_at(arrival_s, self._arrived)
+
+    def _arrived(self) -> None:
+        """A turn that waited for its KV can compute: from the next iteration on."""
+        self._arrival = None
+        self._interrupt()
+        self._plan_soon()
 
     def _interrupt(self) -> None:
         """Let the segment end with the iteration that runs now; an iteration that starts now is taken back."""
@@ -294,6 +328,8 @@ class SimEngine:
             self._ending.append(request)
         else:
             self._deliver(self._batch.end(request, "aborted"))
+            if self._arrival is not None:  # others wait for KV only: what was freed may let somebody start
+                self._plan_soon()
 
     def _deliver(self, finished: Finished) -> None:
         request, reason = finished.request, finished.reason

@@ -91,7 +91,8 @@ class SimEnvironmentHandle:
         workload, key, turn = self._workload, self._key, self._turn
         await self._wait(workload.step_s(key, turn), turn, "step")
         self._turn += 1
-        observation = Observation((TokenCount(workload.observation_tokens(key, turn)),))
+        shown = TokenCount(workload.observation_tokens(key, turn), workload.profile.observation_images)
+        observation = Observation((shown,))
         if self._turn < workload.turns(key):
             return Step(observation)
         success = workload.succeeds(key)
@@ -102,6 +103,12 @@ class SimEnvironmentHandle:
         if self._workload.profile.score_s:
             await asyncio.sleep(self._workload.profile.score_s)
         return None
+
+    async def pause(self) -> None:
+        """Its world stands still by itself: nothing runs between two steps."""
+
+    async def resume(self) -> None:
+        """As `pause`."""
 
     async def close(self) -> None:
         if self._open:

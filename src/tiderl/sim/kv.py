@@ -2,17 +2,19 @@
 
 Keeps I4: used plus cached blocks never exceed the pool, and what a turn takes is given back exactly once. A cached
 block is named by its place (the prompt or the task that it belongs to, and its index there), which stands for the hash
-of its ids: they are a function of the place. Knows no versions, no time and no batch.
+of its ids: they are a function of the place. Knows no versions and no batch.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from tiderl.data.errors import InvariantViolation
 from tiderl.data.records import TaskKey
+from tiderl.sim.held import HeldTasks
 
 Shared = tuple[tuple[Hashable, int], ...]
 
@@ -25,7 +27,9 @@ class Prefix:
     first: int  # index of its first block in a context
     blocks: int
     users: int = 0  # running turns
-    cached: int = 0  # blocks computed; in the queue while nobody uses it
+    holders: int = 0  # held tasks that start with it: it is not evicted before them
+    cached: int = 0  # blocks computed; evictable while nobody uses it
+    ready_s: float = 0.0  # when what is on its way from host memory has arrived
     tasks: dict[TaskKey, None] = field(default_factory=dict)  # not over yet: it is forgotten with the last
 
     @property
@@ -38,23 +42,40 @@ Prefixes = tuple[Prefix, ...]
 
 @dataclass(slots=True)
 class _Run:
-    """Cached blocks of one waiting task, from index `first` on."""
+    """Cached blocks of one waiting task, from index `first` on, behind its `prefixes`."""
 
-    first: int
+    prefixes: Prefixes
     cached: int
+    hinted: bool  # the task's last turn asked to keep them
+
+    @property
+    def first(self) -> int:
+        return first_of_its_own(self.prefixes)
+
+
+def first_of_its_own(prefixes: Prefixes) -> int:
+    """The index of the first block that a task with these prefixes has for itself."""
+    return prefixes[-1].end if prefixes else 0
 
 
 class BlockPool:
     """Blocks of `block_tokens` positions. Free and cached blocks form one queue by the moment they were given back, the
-    last block of a turn first: what is needed is taken from its front, so a context is lost from its end."""
+    last block of a turn first: what is needed is taken from its front, so a context is lost from its end.
 
-    def __init__(self, blocks: int, block_tokens: int, min_shared_tokens: int = 1) -> None:
+    `by_task` (the `ctb` policy): what a turn asked to keep is not in the queue but held, and its prefixes with it. When
+    the queue is empty whole tasks are dropped, the lowest priority first, then the least recently used.
+    """
+
+    def __init__(self, blocks: int, block_tokens: int, min_shared_tokens: int = 1, *, by_task: bool = False) -> None:
         """What tasks have in common is computed by each where it is less than `min_shared_tokens`."""
         self.blocks, self.block_tokens, self.min_shared_tokens = blocks, block_tokens, min_shared_tokens
+        self.by_task = by_task
         self.used = 0  # by running turns, each prefix once
         self.cached = 0
         self.shared = 0  # blocks of prefixes, counted once for each running turn after the first
+        self.evicted = 0  # blocks of tasks that asked to keep them, since start
         self._queue: dict[Hashable, _Run | Prefix] = {}  # least recently used first
+        self._held: HeldTasks[_Run] = HeldTasks()
         self._prefixes: dict[Hashable, Prefix] = {}
 
     def blocks_of(self, tokens: int) -> int:
@@ -101,21 +122,19 @@ class BlockPool:
         mine: list[Prefix] = []
         for prefix in prefixes:
             if not prefix.users:
-                if self._queue.pop(prefix.name, None) is not None:
-                    self.cached -= prefix.cached
+                self._queue.pop(prefix.name, None)
+                self.cached -= prefix.cached
                 if prefix.cached < prefix.blocks:
                     mine.append(prefix)
             else:  # somebody admitted earlier has computed it, or does so before this turn's own part is due
                 self.shared += prefix.blocks
             prefix.users += 1
             whole = whole and not mine
-        first = prefixes[-1].end if prefixes else 0
-        run = self._queue.pop(task, None)
+        first = first_of_its_own(prefixes)
+        run = self._pop(task)
         own = 0
-        if run is not None:
-            self.cached -= run.cached
-            if whole and isinstance(run, _Run) and run.first == first:
-                own = min(run.cached, self.whole_blocks_of(tokens - 1) - first)
+        if run is not None and whole and run.first == first:
+            own = min(run.cached, self.whole_blocks_of(tokens - 1) - first)
         self.grow(need)
         return mine, own
 
@@ -124,25 +143,49 @@ class BlockPool:
         self.used += blocks
         excess = self.used + self.cached - self.blocks
         while excess > 0:
-            if not self._queue:
-                raise InvariantViolation(f"{self.used} of {self.blocks} blocks used", where="simulated KV, I4")
-            name, entry = next(iter(self._queue.items()))
-            taken = min(excess, entry.cached)
-            entry.cached -= taken
-            self.cached -= taken
-            excess -= taken
-            if entry.cached == 0:
-                del self._queue[name]
+            excess -= self._evict(excess)
 
-    def give_back(self, task: TaskKey, prefixes: Prefixes, kv_tokens: int, blocks: int, *, keep: bool) -> None:
+    def _evict(self, blocks: int) -> int:
+        """Make room for up to `blocks`, or for more where a task goes whole; returns for how many: 0 when a task goes
+        that held nothing but prefixes."""
+        if not self._queue:
+            return self._evict_task()
+        name, entry = next(iter(self._queue.items()))
+        whole = self.by_task and isinstance(entry, _Run)
+        taken = entry.cached if whole else min(blocks, entry.cached)
+        entry.cached -= taken
+        self.cached -= taken
+        if entry.cached == 0:
+            del self._queue[name]
+        if isinstance(entry, _Run) and entry.hinted:
+            self.evicted += taken
+        return taken
+
+    def _evict_task(self) -> int:
+        task = self._held.first_to_go()
+        run = None if task is None else self._pop(task)
+        if run is None:
+            raise InvariantViolation(f"{self.used} of {self.blocks} blocks used", where="simulated KV, I4")
+        self.evicted += run.cached
+        return run.cached
+
+    def give_back(
+        self,
+        task: TaskKey,
+        prefixes: Prefixes,
+        kv_tokens: int,
+        blocks: int,
+        *,
+        keep: bool,
+        priority: float | None = None,
+    ) -> None:
         """A turn ends with `kv_tokens` positions in all of its `blocks`, those of its prefixes not counted. Its whole
-        blocks stay cached when `keep`; a prefix does when nobody uses it any more, by its own `cached`."""
+        blocks stay cached when `keep`; a prefix does when nobody uses it any more, by its own `cached`. `priority`: of
+        a turn that asked to keep them, None where nobody asked."""
         self.used -= blocks
-        first = prefixes[-1].end if prefixes else 0
-        whole = self.whole_blocks_of(kv_tokens) - first
-        if keep and whole > 0:
-            self._queue[task] = _Run(first, whole)
-            self.cached += whole
+        whole = max(0, self.whole_blocks_of(kv_tokens) - first_of_its_own(prefixes))
+        if keep:
+            self._keep(task, _Run(prefixes, whole, hinted=priority is not None), priority)
         for prefix in reversed(prefixes):
             prefix.users -= 1
             if prefix.users:
@@ -151,18 +194,59 @@ class BlockPool:
                 self.used -= prefix.blocks
                 self._put(prefix)
 
-    def touch(self, task: TaskKey, shared: Shared) -> None:
-        """Mark a waiting task as most recently used; what it starts with stays longer than it does."""
-        for name in (task, *(name for name, _ in reversed(shared))):
-            entry = self._queue.pop(name, None)
-            if entry is not None:
-                self._queue[name] = entry
+    def _keep(self, task: TaskKey, run: _Run, priority: float | None) -> None:
+        self.cached += run.cached
+        if self.by_task and priority is not None:
+            if run.cached or run.prefixes:
+                self._held.put(task, run, priority)
+                for prefix in run.prefixes:
+                    prefix.holders += 1
+        elif run.cached:
+            self._queue[task] = run
+
+    def touch(self, task: TaskKey, priority: float | None = None) -> None:
+        """Mark a held task as most recently used; `priority`: of its next turn, once that is known."""
+        self._held.touch(task, priority)
+
+    def cached_tokens_of(self, task: TaskKey) -> int:
+        """Positions from its context's start on that a waiting task could go on from."""
+        run = self._held.get(task) or self._queue.get(task)
+        if not isinstance(run, _Run) or any(prefix.cached < prefix.blocks for prefix in run.prefixes):
+            return 0
+        return (run.first + run.cached) * self.block_tokens
+
+    def cut(self, task: TaskKey, tokens: int) -> None:
+        """A waiting task's context goes on as it was only up to here: forget what is cached behind."""
+        run = self._held.get(task) or self._queue.get(task)
+        if isinstance(run, _Run):
+            kept = min(run.cached, max(0, self.whole_blocks_of(tokens) - run.first))
+            self.cached -= run.cached - kept
+            run.cached = kept
+            if not kept and not run.prefixes:
+                self._pop(task)
+
+    def drop(self, task: TaskKey) -> None:
+        """Forget what a waiting task alone has cached; it is not over."""
+        self._pop(task)
+
+    def _pop(self, task: TaskKey) -> _Run | None:
+        """Take a waiting task's blocks out; prefixes that only it has held are evictable from now on."""
+        run = self._held.pop(task)
+        if run is None:
+            queued = self._queue.pop(task, None)
+            run = queued if isinstance(queued, _Run) else None
+        else:
+            for prefix in reversed(run.prefixes):
+                prefix.holders -= 1
+                if not prefix.users and not prefix.holders and prefix.cached:
+                    self._queue[prefix.name] = prefix
+        if run is not None:
+            self.cached -= run.cached
+        return run
 
     def forget(self, task: TaskKey, shared: Shared) -> None:
         """The task is over: nothing of it, and nothing that only it would have used, stays cached."""
-        run = self._queue.pop(task, None)
-        if run is not None:
-            self.cached -= run.cached
+        self._pop(task)
         for name, _ in shared:
             prefix = self._prefixes.get(name)
             if prefix is not None:
@@ -172,26 +256,31 @@ class BlockPool:
     def forget_cached(self) -> None:
         """Other weights: what is cached is worth nothing; prefixes in use are computed again."""
         self._queue.clear()
+        self._held.clear()
         self.cached = 0
         for prefix in self._prefixes.values():
-            prefix.cached = 0
+            prefix.cached = prefix.holders = 0
+            prefix.ready_s = 0.0
 
     def largest(self, count: int) -> tuple[str, ...]:
         """What holds most cached blocks, largest first, with its tokens."""
-        top = heapq.nsmallest(count, self._queue.items(), key=lambda entry: (-entry[1].cached, str(entry[0])))
+        everything = itertools.chain(self._queue.items(), self._held.items())
+        top = heapq.nsmallest(count, everything, key=lambda entry: (-entry[1].cached, str(entry[0])))
         return tuple(f"{name} ({entry.cached * self.block_tokens})" for name, entry in top)
 
     def _put(self, prefix: Prefix) -> None:
         if prefix.cached and prefix.tasks:
-            self._queue[prefix.name] = prefix
             self.cached += prefix.cached
+            if not prefix.holders:
+                self._queue[prefix.name] = prefix
         else:
             prefix.cached = 0
             self._forget_if_over(prefix)
 
     def _forget_if_over(self, prefix: Prefix) -> None:
-        if prefix.tasks or prefix.users:
+        if prefix.tasks or prefix.users or self._prefixes.get(prefix.name) is not prefix:
             return
-        if self._queue.pop(prefix.name, None) is not None:
-            self.cached -= prefix.cached
+        self._queue.pop(prefix.name, None)
+        self.cached -= prefix.cached
+        prefix.cached = 0
         self._prefixes.pop(prefix.name, None)

@@ -46,6 +46,7 @@ class Request:
         "phase",
         "prefill_left",
         "prefixes",
+        "ready_s",
         "recompute_s",
         "released",
         "sampled",
@@ -80,6 +81,7 @@ class Request:
         self.mine: list[Prefix] = []  # of these, what it computes itself
         self.seat = -1  # order of admission; -1 while it waits
         self.prefill_left = 0  # tokens of context still to compute
+        self.ready_s = 0.0  # when its KV from host memory is there, so that the rest can be computed
         self.computed = 0  # tokens prefilled since it was admitted
         self.blocks = 0  # taken for it alone, growth not counted
         self.phase = 0  # while decoding: positions modulo the block size, less iterations

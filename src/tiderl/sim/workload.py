@@ -12,6 +12,7 @@ import math
 from tiderl.data.errors import ConfigurationError
 from tiderl.data.records import TaskKey
 from tiderl.data.settings import WaitProfile, WorkloadProfile
+from tiderl.data.window import ImageWindow
 from tiderl.sim.behaviour import Fault, Plan, planned
 from tiderl.sim.draws import Draws, normal_cdf
 from tiderl.sim.kv import Shared
@@ -35,8 +36,9 @@ class Workload:
         max_context_tokens: int,
         max_new_tokens_per_turn: int,
         wait: WaitProfile | None = None,
+        window: ImageWindow | None = None,
     ) -> None:
-        self.profile, self.wait = profile, wait
+        self.profile, self.wait, self.window = profile, wait, window
         self.max_turns, self.max_context_tokens = max_turns, max_context_tokens
         self.max_new_tokens_per_turn = max_new_tokens_per_turn
         self.first_observation_tokens = max(1, round(profile.first_observation_tokens))
@@ -126,6 +128,7 @@ class Workload:
             max_turns=self.max_turns,
             max_context_tokens=self.max_context_tokens,
             max_new_tokens_per_turn=self.max_new_tokens_per_turn,
+            window=self.window,
         )
 
     def _wait_s(self, key: TaskKey, turn: int) -> float:

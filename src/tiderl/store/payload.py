@@ -15,13 +15,15 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from tiderl.data.errors import CheckpointError
+from tiderl.data.forks import Fork
 from tiderl.data.records import Ending, TaskKey, Trajectory, TurnSpan
 
 _ARRAYS = {"ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
 
 
-class _Rest(msgspec.Struct, frozen=True):
-    """The fields of a `Trajectory` that are no arrays."""
+class _Rest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The fields of a `Trajectory` that are no arrays. A payload without forks has the bytes that it had before there
+    were any."""
 
     id: int
     key: TaskKey
@@ -30,6 +32,7 @@ class _Rest(msgspec.Struct, frozen=True):
     success: bool
     ending: Ending
     text: tuple[str, ...]
+    forks: tuple[Fork, ...] = ()
 
 
 def encode(trajectory: Trajectory) -> tuple[str, bytes]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tiderl.data.errors import ConfigurationError
+from tiderl.data.forks import Span
 from tiderl.data.records import Action, Observation, ToolCall
 from tiderl.text.template import WHERE, ChatTokenizer, Message
 
@@ -75,6 +76,10 @@ class ChatRenderer:
         message = {"role": role, "content": self._text(observation)}
         ids = self._tokenizer.encode(self._following([_user(FIRST)], message))
         return np.array(ids[1:] if closed else ids, np.int32)
+
+    def images(self, observation: Observation) -> tuple[Span, ...]:
+        """None: what is no text was refused."""
+        return ()
 
     def action_ids(self, text: str) -> np.ndarray:
         """int32 [n]: `text` and the token that ends the assistant's turn."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tiderl.data.errors import ConfigurationError
+from tiderl.data.forks import Span
 from tiderl.data.records import Action, Observation, TokenCount
 
 # Longer than any context; a slice of it is a view without memory, at a tenth of the cost of another broadcast.
@@ -44,6 +45,15 @@ class LengthsRenderer:
                 )
             tokens += part.tokens
         return blank_ids(tokens)
+
+    def images(self, observation: Observation) -> tuple[Span, ...]:
+        found, start = [], 0
+        for part in observation.parts:
+            if isinstance(part, TokenCount):
+                if part.image:
+                    found.append((start, start + part.tokens))
+                start += part.tokens
+        return tuple(found)
 
     def action_ids(self, text: str) -> np.ndarray:
         """int32 [n]: one a word, and the stop."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tiderl.data.errors import ConfigurationError
+from tiderl.data.forks import Span
 from tiderl.data.records import Action, Observation
 
 PAD, END, ACT, UNKNOWN = SPECIALS = ("<pad>", "<end>", "<act>", "<unk>")
@@ -106,6 +107,10 @@ class WordsRenderer:
                 )
             ids.extend(self._encode(part))
         return np.array([*ids, self._act_id], np.int32)
+
+    def images(self, observation: Observation) -> tuple[Span, ...]:
+        """None: what is no text was refused."""
+        return ()
 
     def action_ids(self, text: str) -> np.ndarray:
         """int32 [n]: the words of `text` and `<end>`."""

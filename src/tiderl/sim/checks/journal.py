@@ -6,6 +6,7 @@ they consumed was by the declared definition. Knows nothing of the code that wri
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +29,7 @@ class Payload:
     attempt: int
     reward: float
     tokens: int
+    """Of all its sequences."""
     loss_tokens: int
     oldest_version: int
     newest_version: int
@@ -67,7 +69,7 @@ class JournalBook:
             return
         sampled, context = t.versions[t.loss_mask], ~t.loss_mask
         if (np.diff(sampled) < 0).any() or sampled[0] < 0:
-            wrong("I6", f"{name} has token versions {sampled.tolist()}")
+            wrong("I6", f"{name} has token versions {[int(version) for version, _ in itertools.groupby(sampled)]}")
         if (t.versions[context] != -1).any() or t.logprobs[context].any():
             wrong("I8", f"{name} has log-probs or versions where nothing was sampled")
         if not np.isfinite(t.logprobs).all() or not np.isfinite(t.reward):
@@ -79,16 +81,33 @@ class JournalBook:
             wrong("I8", f"{name} has sampled tokens outside its turns, or turns beyond them")
         if sampled[0] != sampled[-1]:
             self.findings.saw("a trajectory spans two versions")
+        tokens = self._sequences_tokens(t)
         self.payloads[sha256] = Payload(
             t.key.prompt_id,
             t.key.member,
             t.key.attempt,
             t.reward,
-            t.tokens,
+            tokens,
             t.loss_tokens,
             int(sampled.min()),
             int(sampled.max()),
         )
+
+    def _sequences_tokens(self, t: Trajectory) -> int:
+        """Of the sequences that the forks make. What leaves is context that was there (I8)."""
+        there, total, at = np.ones(t.tokens, np.bool_), 0, 0
+        for fork in t.forks:
+            leaving = np.zeros(t.tokens, np.bool_)
+            for start, end in fork.left:
+                leaving[start:end] = True
+            if not at < fork.at < t.tokens or not leaving.any() or leaving[fork.at :].any():
+                self.findings.wrong("I8", f"trajectory {t.id} has {fork} out of place")
+            if (leaving & (t.loss_mask | ~there)).any():
+                self.findings.wrong("I8", f"trajectory {t.id} has {fork} of what was sampled or had left before")
+            at = fork.at
+            total += int(there[:at].sum())
+            there &= ~leaving
+        return total + int(there.sum())
 
     def append(self, rows: Sequence[LedgerRow]) -> None:
         for row in rows:
@@ -118,6 +137,9 @@ class JournalBook:
                 require(
                     payload.newest_version <= newest, "I2", f"{name} has tokens of version {payload.newest_version}"
                 )
+                start = self.prompts[row.prompt_id].start_version
+                older = f"{name} has tokens of version {payload.oldest_version}, its group starts at {start}"
+                require(payload.oldest_version >= start, "I3", older)
             self.ready_after[row.id] = len(self.updates)
         if row.status == "dropped":
             require(bool(row.reason), "I1", f"{name} is dropped without a reason")

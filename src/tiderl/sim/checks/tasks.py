@@ -5,13 +5,16 @@ Sits above the faults, where the runtime is: an answer counts as the runtime got
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tiderl.data.records import Action, Observation, Prompt, Split, Step, TaskKey, Trajectory, WeightHandle
 from tiderl.data.turns import EngineStats, PauseMode, Turn, TurnResult
 from tiderl.runtime.ports import Engine, EnvironmentHandle, Environments
 from tiderl.sim.checks.report import Findings
+from tiderl.sim.checks.seats import Replica, SeatBook
 
 NOT_LOADED = -1
 
@@ -22,8 +25,8 @@ class TaskBook:
     def __init__(self, findings: Findings, slots: int) -> None:
         self.findings, self.slots = findings, slots
         self.alive: Counter[TaskKey] = Counter()
-        self.context: dict[TaskKey, tuple[int, int]] = {}
-        """Tokens after the newest turn, and its number."""
+        self.context: dict[TaskKey, tuple[int, int, int]] = {}
+        """Tokens after the newest turn, its number, and how often the context had forked by then."""
         self.eval_versions: dict[TaskKey, int] = {}
         """What an evaluation's task is pinned to."""
         self.overlapping: set[TaskKey] = set()
@@ -49,12 +52,15 @@ class TaskBook:
             self.overlapping.discard(key)
 
     def asks(self, turn: Turn) -> None:
-        """A context only grows, by what was sampled and what is new (I8)."""
-        before, number = self.context.get(turn.task, (0, 0))
+        """A context only grows, by what was sampled and what is new, or says up to where it stayed as it was (I8)."""
+        before, number, forks = self.context.get(turn.task, (0, 0, 0))
         if turn.task in self.overlapping:
-            before, number = 0, 0
-        tokens = len(turn.ids)
-        self.findings.require(tokens >= before and turn.turn >= number, "I8", f"the context of {turn.task} shrinks")
+            before, number, forks = len(turn.ids), 0, 0
+        kept = min(turn.rewrites[forks:], default=before)
+        grows = kept <= min(before, len(turn.ids)) and turn.turn >= number and len(turn.rewrites) >= forks
+        self.findings.require(grows, "I8", f"the context of {turn.task} shrinks")
+        if len(turn.rewrites) > forks:
+            self.findings.saw("a context forks")
         self.findings.require(self.alive[turn.task] > 0, "I1", f"a turn of {turn.task}, which has no environment")
 
     def answers(self, turn: Turn, result: TurnResult, stats: EngineStats, oldest: int, newest: int) -> None:
@@ -76,7 +82,7 @@ class TaskBook:
                 require(found == (pinned, pinned), "I6", f"evaluation {name} mixes versions {pinned} and {found}")
         if result.finish_reason == "aborted":
             self.findings.saw("an interrupted turn goes on")
-        self.context[turn.task] = (len(turn.ids) + count, turn.turn)
+        self.context[turn.task] = (len(turn.ids) + count, turn.turn, len(turn.rewrites))
 
     def over(self) -> None:
         """The driver ended and closed its things: nothing may be left."""
@@ -87,9 +93,10 @@ class TaskBook:
 class WatchedEngine:
     """One replica above the faults."""
 
-    def __init__(self, inner: Engine, book: TaskBook) -> None:
-        self._inner, self._book = inner, book
+    def __init__(self, inner: Engine, book: TaskBook, seats: SeatBook) -> None:
+        self._inner, self._book, self._seats = inner, book, seats
         self.replica, self.capabilities = inner.replica, inner.capabilities
+        seats.replicas[self.replica] = Replica(self.capabilities)
         self._known = NOT_LOADED
         """The version whose load was answered last."""
         self._asked = NOT_LOADED
@@ -100,10 +107,16 @@ class WatchedEngine:
         return self._inner.stats
 
     async def generate(self, turn: Turn) -> TurnResult:
+        clock = asyncio.get_running_loop().time
         self._book.asks(turn)
+        self._seats.asks(self.replica, turn, clock())
         oldest = self._known if self._inner.stats.version != NOT_LOADED else NOT_LOADED
-        result = await self._inner.generate(turn)
+        try:
+            result = await self._inner.generate(turn)
+        finally:
+            self._seats.over(self.replica, turn.task, clock())
         self._book.answers(turn, result, self._inner.stats, oldest, self._asked)
+        self._seats.answered(self.replica, result)
         return result
 
     async def abort(self, task: TaskKey, turn: int) -> None:
@@ -167,22 +180,53 @@ class WatchedEnvironments:
 
 
 class WatchedHandle:
-    """One task's environment."""
+    """One task's environment: asked one thing at a time, and nothing between a pause and its resume."""
 
     def __init__(self, inner: EnvironmentHandle, key: TaskKey, book: TaskBook) -> None:
         self._inner, self._key, self._book = inner, key, book
         self._open = True
+        self._running = ""
+        """The call that has not come back."""
+        self._paused = False
+
+    @contextlib.contextmanager
+    def _asked(self, call: str, *, paused: bool = False) -> Iterator[None]:
+        """`paused`: what the environment must be at this call."""
+        require, of = self._book.findings.require, f"{call} of {self._key}"
+        require(not self._running, "I1", f"{of} while its {self._running} is running")
+        require(self._paused is paused, "I1", f"{of}, which is {'paused' if self._paused else 'not paused'}")
+        self._running = call
+        try:
+            yield
+        finally:
+            self._running = ""
 
     async def reset(self) -> Observation:
-        return await self._inner.reset()
+        with self._asked("reset"):
+            return await self._inner.reset()
 
     async def step(self, action: Action) -> Step:
-        return await self._inner.step(action)
+        with self._asked("step"):
+            return await self._inner.step(action)
 
     async def score(self, trajectory: Trajectory) -> float | None:
-        return await self._inner.score(trajectory)
+        with self._asked("score"):
+            return await self._inner.score(trajectory)
+
+    async def pause(self) -> None:
+        with self._asked("pause"):
+            self._paused = True
+            self._book.findings.saw("an environment pauses")
+            await self._inner.pause()
+
+    async def resume(self) -> None:
+        with self._asked("resume", paused=True):
+            await self._inner.resume()
+            self._paused = False
 
     async def close(self) -> None:
+        if self._paused:
+            self._book.findings.saw("an environment closed while it is paused")
         try:
             await self._inner.close()
         finally:

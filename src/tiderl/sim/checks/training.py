@@ -7,7 +7,8 @@ Sits below the faults: what was computed counts, also where the answer got lost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -27,15 +28,16 @@ class TrainerBook:
     def __init__(self, journal: JournalBook, findings: Findings, saved: dict[str, Lineage]) -> None:
         self.journal, self.findings, self.saved = journal, findings, saved
         self.lineage: Lineage | None = None
-        self.step: list[int] = []
+        self.step: Counter[int] = Counter()
+        """Loss-bearing tokens of the running update, by trajectory."""
 
     def begins(self, update: int) -> None:
-        self.step = []
+        self.step = Counter()
         self.findings.require(self.lineage is not None, "I2", f"update {update} begins on an empty trainer")
 
     def trains(self, mb: MicroBatch) -> None:
         for sequence in mb.sequences:
-            self.step.append(sequence.trajectory_id)
+            self.step[sequence.trajectory_id] += int(sequence.loss_mask.sum())
             self._check_group(sequence)
 
     def _check_group(self, sequence: TrainSequence) -> None:
@@ -48,9 +50,21 @@ class TrainerBook:
         self.findings.require(mine == sequence.reward, "I9", f"{name} is not at its place in its group")
 
     def finishes(self, update: int) -> None:
-        self.lineage = (*(self.lineage or ()), (update, tuple(self.step)))
+        self.lineage = (*(self.lineage or ()), (update, tuple(self._trained())))
         committed = update in self.journal.updates
         self.findings.saw("an update redone" if committed else "an update made")
+
+    def _trained(self) -> Iterator[int]:
+        """The trajectories of the update, each as often as all of its sampled tokens bore loss (I8)."""
+        for number, tokens in self.step.items():
+            row = self.journal.rows.get(number)
+            payload = None if row is None else self.journal.payloads.get(str(row.sha256))
+            whole = tokens if payload is None else payload.loss_tokens
+            times, rest = divmod(tokens, whole)
+            self.findings.require(
+                not rest, "I8", f"trajectory {number} bore loss for {tokens} tokens, it has {whole} sampled ones"
+            )
+            yield from [number] * times
 
     def saves(self, directory: str) -> None:
         self._check(directory, len({update for update, _ in self.lineage or ()}))
@@ -65,7 +79,7 @@ class TrainerBook:
         self._check(f"version {version}", version)
 
     def lost(self) -> None:
-        self.lineage, self.step = None, []
+        self.lineage, self.step = None, Counter()
 
     def _check(self, name: str, updates: int) -> None:
         """The weights hold the updates 1 to `updates`, each once, each as the journal has it (I2)."""

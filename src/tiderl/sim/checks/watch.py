@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tiderl.data.events import Event, UpdateCommitted
@@ -23,9 +23,11 @@ from tiderl.runtime.ports import (
     Replay,
     Update,
 )
+from tiderl.runtime.seats import PoolBook
 from tiderl.sim.checks.events import EventBook
 from tiderl.sim.checks.journal import JournalBook
 from tiderl.sim.checks.report import Findings
+from tiderl.sim.checks.seats import SeatBook
 from tiderl.sim.checks.tasks import TaskBook, WatchedEngine, WatchedEnvironments
 from tiderl.sim.checks.training import Lineage, TrainerBook, WatchedActor, WatchedUpdate
 from tiderl.sim.faults.cluster import Losable
@@ -46,6 +48,7 @@ class Checks:
         """Updates whose commit is among the events, of any driver."""
         self.tasks = TaskBook(self.findings, self.settings.slots)
         self.events: EventBook | None = None
+        self.seats: SeatBook | None = None
 
     def below(self, ports: Ports) -> Ports:
         """Around the simulated ports, before the faults. A new driver begins."""
@@ -56,23 +59,30 @@ class Checks:
         self.events = EventBook(
             self.journal, self.findings, cluster.engine_ranks, [actor.rank for actor in cluster.actors]
         )
+        self.seats = SeatBook(self.events, self.settings)
         return replace(
             ports,
             cluster=WatchedCluster(cluster, book),
             ledger=WatchedLedger(ports.ledger, self.journal),
             blobs=WatchedBlobs(ports.blobs, self.journal),
-            recorder=WatchedRecorder(ports.recorder, self.events, self.reported),
+            recorder=WatchedRecorder(ports.recorder, self.events, self.seats, self.reported),
         )
 
     def above(self, ports: Ports) -> Ports:
         """Around the ports as the runtime gets them."""
-        cluster = ports.cluster
-        engines = {replica: WatchedEngine(engine, self.tasks) for replica, engine in cluster.engines.items()}
+        cluster, seats = ports.cluster, self.seats
+        assert seats is not None
+        engines = {r: WatchedEngine(engine, self.tasks, seats) for r, engine in cluster.engines.items()}
         return replace(
             ports,
             cluster=SeenCluster(cluster, engines),
             environments=WatchedEnvironments(ports.environments, self.tasks),
         )
+
+    def look_into(self, books: Callable[[], Mapping[int, PoolBook]], alive: Callable[[], bool]) -> None:
+        """Where the driver's pools tell of themselves, and whether it lives."""
+        assert self.seats is not None
+        self.seats.books, self.seats.alive = books, alive
 
     def driver_over(self, *, finished: bool, killed: bool) -> None:
         """A driver ended; `finished`: the run with it. A killed one closes nothing by itself."""
@@ -82,6 +92,8 @@ class Checks:
             self.findings.require(not missing, "I1", f"no event tells of the updates {sorted(missing)}")
         if not killed:
             self.tasks.over()
+            if self.seats is not None:
+                self.seats.driver_over()
 
 
 class WatchedCluster:
@@ -190,11 +202,12 @@ class WatchedBlobs:
 class WatchedRecorder:
     """The events, before they go on."""
 
-    def __init__(self, inner: Recorder, book: EventBook, reported: set[int]) -> None:
-        self._inner, self._book, self._reported = inner, book, reported
+    def __init__(self, inner: Recorder, book: EventBook, seats: SeatBook, reported: set[int]) -> None:
+        self._inner, self._book, self._seats, self._reported = inner, book, seats, reported
 
     def emit(self, event: Event) -> None:
         if isinstance(event, UpdateCommitted):
             self._reported.add(event.update)
         self._book.emit(event)
+        self._seats.emit(event)
         self._inner.emit(event)

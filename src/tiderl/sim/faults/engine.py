@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from tiderl.data.errors import ChannelTimeout, InfrastructureFault, RankLost
 from tiderl.data.records import TaskKey, WeightHandle
 from tiderl.data.turns import EngineStats, PauseMode, Turn, TurnResult
@@ -26,6 +28,10 @@ class FaultyEngine:
         self._inner, self._dice, self._crash, self._losses = inner, dice, crash, losses
         self.replica, self.capabilities = inner.replica, inner.capabilities
         self._slow_factor, self._slow_until_s = 1.0, 0.0
+        self._deaf_until_s = 0.0
+        self._kept: dict[TaskKey, None] = {}
+        """Waiting tasks whose KV the engine was asked to keep."""
+        self._offloaded: dict[TaskKey, None] = {}
         self._failed_loads = 0
         self._pending: dict[TaskKey, int] = {}
         self._orphans: dict[asyncio.Task[TurnResult], None] = {}
@@ -44,12 +50,20 @@ class FaultyEngine:
         if dice.strikes("preemption_storm"):
             for task, number in list(self._pending.items()):
                 await self._inner.abort(task, number)
+        if dice.strikes("kv_dropped"):
+            self._drop(self._kept)
+        if not self._hears():
+            turn = msgspec.structs.replace(turn, retain=False)
         started_s = loop.time()
         self._pending[turn.task] = turn.turn
+        self._kept.pop(turn.task, None)
+        self._offloaded.pop(turn.task, None)
         try:
             result = await self._answer(turn)
         finally:
             self._pending.pop(turn.task, None)
+        if turn.retain:
+            self._kept[turn.task] = None
         if loop.time() < self._slow_until_s:
             await self._delay((loop.time() - started_s) * (self._slow_factor - 1.0))
         return result
@@ -102,16 +116,38 @@ class FaultyEngine:
         await self._inner.abort(task, turn)
 
     def retain(self, task: TaskKey) -> None:
-        if not self._dice.strikes("kv_hint_ignored"):
+        if self._takes_hint():
             self._inner.retain(task)
 
     def release(self, task: TaskKey) -> None:
-        if not self._dice.strikes("kv_hint_ignored"):
+        self._kept.pop(task, None)
+        self._offloaded.pop(task, None)
+        if self._takes_hint():
             self._inner.release(task)
 
     def offload(self, task: TaskKey) -> None:
-        if not self._dice.strikes("kv_hint_ignored"):
+        if self._takes_hint():
             self._inner.offload(task)
+            if task in self._kept:
+                del self._kept[task]
+                self._offloaded[task] = None
+        if self._dice.strikes("offload_lost"):
+            self._drop(self._offloaded)
+
+    def _hears(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._deaf_until_s
+
+    def _takes_hint(self) -> bool:
+        """Whether a hint gets through."""
+        if self._dice.strikes("kv_hints_unheard"):
+            self._deaf_until_s = asyncio.get_running_loop().time() + self._dice.delay_s("kv_hints_unheard")
+        return self._hears() and not self._dice.strikes("kv_hint_ignored")
+
+    def _drop(self, tasks: dict[TaskKey, None]) -> None:
+        """Their KV is gone, wherever it was: none of them runs now."""
+        for task in tasks:
+            self._inner.release(task)
+        tasks.clear()
 
     async def pause(self, mode: PauseMode) -> None:
         await self._inner.pause(mode)

@@ -88,6 +88,14 @@ class FaultyHandle:
             raise VerifierFault("the verifier answered nonsense", where=str(self._key))
         return await self._inner.score(trajectory)
 
+    async def pause(self) -> None:
+        self._fail_to_pause()
+        await self._inner.pause()
+
+    async def resume(self) -> None:
+        self._fail_to_pause()
+        await self._inner.resume()
+
     async def close(self) -> None:
         seconds, self._closing_s = self._closing_s, 0.0
         try:
@@ -96,11 +104,19 @@ class FaultyHandle:
         finally:
             await self._inner.close()
 
+    def _fail_to_pause(self) -> None:
+        self._need_worker()
+        if self._owner.dice.strikes("env_pause_fails"):
+            raise EnvironmentRaised("the environment raised where it should pause", where=str(self._key))
+
+    def _need_worker(self) -> None:
+        if self._worker != self._owner.worker_losses:
+            raise InfrastructureFault("the environment's worker died", where=str(self._key))
+
     async def _fail(self) -> None:
         dice, owner, where = self._owner.dice, self._owner, str(self._key)
         owner.worker_losses += dice.strikes("env_worker_lost")
-        if self._worker != owner.worker_losses:
-            raise InfrastructureFault("the environment's worker died", where=where)
+        self._need_worker()
         poisoned = owner.poisoned[self._key.split, self._key.prompt_id, self._key.member] and not dice.calm()
         if poisoned or dice.strikes("env_crash"):
             raise EnvironmentRaised("the environment raised", where=where)

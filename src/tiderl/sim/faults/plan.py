@@ -41,6 +41,10 @@ FAULTS: Mapping[str, FaultKind] = {
         FaultKind("request_timeout", "a turn gets no answer within its deadline", "turn", (0.005, 0.05)),
         FaultKind("late_completion", "a cancelled turn goes on in its engine to its end", "turn", (0.2, 1.0)),
         FaultKind("kv_hint_ignored", "the engine ignores what it is told of a task's KV", "hint", (0.1, 1.0)),
+        FaultKind("kv_hints_unheard", "a replica hears no hint at all for a while", "hint", (0.02, 0.2)),
+        FaultKind("kv_dropped", "an engine drops what it was to keep for waiting tasks", "turn", (0.02, 0.3)),
+        FaultKind("offload_lost", "all KV in a replica's host memory is lost", "offload", (0.05, 0.5)),
+        FaultKind("turn_outgrows", "a turn says 2 to 20 times as much as it would", "turn", (0.01, 0.2)),
         FaultKind("reorder", "what becomes ready at one instant runs in another order", "pass of the loop", (0.1, 1.0)),
         FaultKind("env_crash", "an environment raises", "reset or step", (0.003, 0.1)),
         FaultKind("env_hang", "an environment does not answer within its deadline", "reset or step", (0.001, 0.01)),
@@ -49,6 +53,7 @@ FAULTS: Mapping[str, FaultKind] = {
         FaultKind("env_garbage", "an environment answers nonsense", "reset or step", (0.002, 0.03)),
         FaultKind("env_poisoned", "one member of a prompt fails in every attempt", "first opening", (0.01, 0.1)),
         FaultKind("env_worker_lost", "the worker of all open environments dies", "reset or step", (0.001, 0.01)),
+        FaultKind("env_pause_fails", "an environment raises where it should pause", "pause or resume", (0.02, 0.2)),
         FaultKind("env_slot_lost", "a slot is taken away for a while", "opened environment", (0.02, 0.2)),
         FaultKind("verifier_fault", "the verifier fails", "score", (0.05, 0.5)),
         FaultKind("trainer_crash", "the trainer's rank dies in the middle of a step", "training call", (0.005, 0.05)),
@@ -71,7 +76,8 @@ FAULTS: Mapping[str, FaultKind] = {
 
 ENDURABLE = frozenset(
     {
-        *("slow_replica", "late_completion", "kv_hint_ignored", "reorder", "env_slow", "env_slot_lost", "straggler"),
+        *("slow_replica", "late_completion", "reorder", "env_slow", "env_slot_lost", "straggler"),
+        *("kv_hint_ignored", "kv_hints_unheard", "kv_dropped", "offload_lost", "turn_outgrows"),
         *(
             "load_fails",
             "load_repeated",

@@ -1,0 +1,141 @@
+"""How the tasks of one kind grow: how many turns they take, and how many tokens each turn adds.
+
+Learned from what has happened, running tasks included: the chance that a task goes on after turn k is estimated as in
+Kaplan and Meier (1958), from all that got so far. Before there is data a weak prior stands in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+PRIOR_TASKS = 4.0
+"""Weight of the prior, in tasks: four that end with the same chance after each turn, half way through on average."""
+
+REMEMBERED_TURNS = 512
+"""For lengths: recent enough to follow a policy that changes."""
+
+SAID_QUANTILE = 0.8
+"""Of what turns sample: who says more grows past its reservation, and the engine makes room (I4)."""
+
+FIRST_TURNS = 16
+
+FIRST_TASKS = 8
+ALIKE = 0.25
+"""Standard deviation of first contexts, of their mean, up to which they are taken as alike."""
+
+CLASSES = 64
+"""Numbers of turns told apart; of longer tasks several numbers share a class."""
+
+
+@dataclass(frozen=True)
+class GrowthTables:
+    """What the forecast needs of a kind. Index h: steps from now, k: steps done; a step is `step_turns` turns.
+
+    `alive[h, k]`: the chance that a task with k steps done has not ended h steps later. `grown_tokens[h]` and
+    `grown_variance[h]`: what those add to its context by then.
+    """
+
+    alive: np.ndarray  # float64 [H, K]
+    doubt: np.ndarray  # float64 [H, K]: alive * (1 - alive)
+    grown_tokens: np.ndarray  # float64 [H]
+    grown_variance: np.ndarray  # float64 [H]
+    left_turns: np.ndarray  # float64 [K]: turns still to come
+
+
+class TaskGrowth:
+    """Observations of one kind of task (an environment, training or evaluation)."""
+
+    def __init__(self, max_turns: int, max_context_tokens: int) -> None:
+        self.step_turns = -(-max_turns // CLASSES)
+        self.steps = -(-max_turns // self.step_turns)
+        self._reached = np.full(self.steps, PRIOR_TASKS)
+        self._ended = np.full(self.steps, 2.0 * PRIOR_TASKS / (self.steps + 1))
+        self._grown: deque[int] = deque(maxlen=REMEMBERED_TURNS)
+        self._first: deque[int] = deque(maxlen=REMEMBERED_TURNS)
+        self._said: deque[int] = deque(maxlen=REMEMBERED_TURNS)
+        self._said_quantile: int | None = None
+        self._unknown_growth = 2.0 * max_context_tokens / max_turns
+        self._tables: GrowthTables | None = None
+        self._stale = 0
+
+    def step_of(self, turns: int) -> int:
+        """The class of a task with so many turns done."""
+        return min(turns // self.step_turns, self.steps - 1)
+
+    def started(self, context_tokens: int) -> None:
+        """A task's first turn begins with this context."""
+        self._first.append(context_tokens)
+
+    def went_on(self, turns: int, grown_tokens: int) -> None:
+        """A task begins another turn after `turns` of them, its context `grown_tokens` longer than at the last."""
+        self._reached[self.step_of(turns - 1)] += 1.0 / self.step_turns
+        self._grown.append(grown_tokens)
+        self._observed()
+
+    def ended(self, turns: int) -> None:
+        """A task is over after `turns` turns, at least 1."""
+        step = self.step_of(turns - 1)
+        self._reached[step] += 1.0 / self.step_turns
+        self._ended[step] += 1.0
+        self._observed()
+
+    def first_tokens(self, z: float) -> float | None:
+        """Context of a first turn: mean and `z` standard deviations; None before any."""
+        if not self._first:
+            return None
+        return float(np.mean(self._first) + z * np.std(self._first))
+
+    @property
+    def first_is_known(self) -> bool:
+        """Whether first contexts are so alike that a group need not be probed for its own."""
+        if len(self._first) < FIRST_TASKS:
+            return False
+        return float(np.std(self._first)) <= ALIKE * float(np.mean(self._first))
+
+    def said(self, new_tokens: int) -> None:
+        """A turn has sampled so many tokens."""
+        self._said.append(new_tokens)
+        if len(self._said) % 16 == 1:
+            self._said_quantile = None
+
+    def reserved_tokens(self, max_new_tokens: int) -> int:
+        """Room for what a turn will sample: half of the chosen quantile of what turns did, all it may before enough did.
+
+        Turns that run together are at different places: on average each has said half of what it will.
+        """
+        if len(self._said) < FIRST_TURNS:
+            return max_new_tokens
+        if self._said_quantile is None:
+            self._said_quantile = math.ceil(float(np.quantile(self._said, SAID_QUANTILE)) / 2.0)
+        return min(max_new_tokens, self._said_quantile)
+
+    @property
+    def growth_tokens(self) -> float:
+        """Mean of what a turn adds. Before enough did: what fills the longest context in half of the turns."""
+        return float(np.mean(self._grown)) if len(self._grown) >= FIRST_TASKS else self._unknown_growth
+
+    def tables(self) -> GrowthTables:
+        """As of the newest observations but for the last few: they are made anew when enough has changed."""
+        if self._tables is None or self._stale * 8 > len(self._grown):
+            self._tables, self._stale = self._computed(), 0
+        return self._tables
+
+    def _observed(self) -> None:
+        self._stale += 1
+
+    def _computed(self) -> GrowthTables:
+        steps = self.steps
+        goes_on = 1.0 - np.minimum(1.0, self._ended / np.maximum(self._reached, self._ended))
+        goes_on[-1] = 0.0
+        alive = np.zeros((steps, steps))
+        alive[0] = 1.0
+        for h in range(1, steps):
+            alive[h, : steps - h] = alive[h - 1, : steps - h] * goes_on[h - 1 : steps - 1]
+        turns = np.arange(steps, dtype=np.float64) * self.step_turns
+        variance = float(np.var(self._grown)) if self._grown else 0.0
+        left = alive[1:].sum(axis=0) * self.step_turns
+        return GrowthTables(alive, alive * (1.0 - alive), turns * self.growth_tokens, turns * variance, left)

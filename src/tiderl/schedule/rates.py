@@ -1,0 +1,110 @@
+"""What more tasks would gain on an engine, and what computing KV again costs there, measured from its turns.
+
+Little's law for the turns inside: b of them that take a(b) seconds each end at the rate b / a(b), so the gain of more is
+d ln X / d ln b = 1 − d ln a / d ln b. a(b) is taken as a line through the means of turns that ran beside about as many
+others. Knows no clock and no engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+MEMORY = 64
+"""Turns that count in the mean of a batch size, about."""
+
+MIN_TURNS = 8
+"""Before so many, nothing is claimed: computing again counts as free, and engines as idle."""
+
+REMEMBERED_PREFILLS = 256
+PREFILL_QUANTILE = 0.05
+"""A turn's prefill takes at least as long as its tokens need, and mostly waits for others': the cheapest tell."""
+
+REFRESH_EVERY = 16
+
+
+@dataclass
+class Bin:
+    """Turns beside about as many others."""
+
+    turns: int = 0
+    running: float = 0.0
+    seconds: float = 0.0
+
+    def observe(self, running: int, seconds: float) -> None:
+        self.turns += 1
+        share = 1.0 / min(self.turns, MEMORY)
+        self.running += share * (running - self.running)
+        self.seconds += share * (seconds - self.seconds)
+
+
+@dataclass
+class EngineRates:
+    """Of one replica. Feed it every turn that ended."""
+
+    turns: int = 0
+    active_s: float = 0.0
+    """Mean seconds that a turn runs."""
+    _bins: dict[int, Bin] = field(default_factory=dict)  # by the binary logarithm of the batch
+    _prefills: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_PREFILLS))
+    _line: tuple[float, float] = (1.0, 0.0)
+    _compute_token_s: float = 0.0
+    _fitted: int = -REFRESH_EVERY
+
+    def observe(
+        self, *, computed_tokens: int, new_tokens: int, prefill_s: float, decode_s: float, running: int
+    ) -> None:
+        """`computed_tokens`: of the context, not found in the cache. `running`: turns in the batch, this one too."""
+        if new_tokens < 1:
+            return
+        self.turns += 1
+        running = max(1, running)
+        seconds = prefill_s + decode_s
+        self.active_s += (seconds - self.active_s) / min(self.turns, MEMORY)
+        self._bins.setdefault(running.bit_length(), Bin()).observe(running, seconds)
+        if computed_tokens > 0:
+            self._prefills.append(prefill_s / computed_tokens)
+
+    @property
+    def known(self) -> bool:
+        return self.turns >= MIN_TURNS
+
+    @property
+    def compute_token_s(self) -> float:
+        """Engine seconds to compute one token of context; 0 while not known."""
+        self._refresh()
+        return self._compute_token_s
+
+    def elasticity(self, running: float) -> float:
+        """d ln(turns per second) / d ln(turns that run) with `running` of them, from 0 to 1. 1 while not known."""
+        self._refresh()
+        base, each = self._line
+        total = base + each * max(1.0, running)
+        return base / total if total > 0.0 else 1.0
+
+    def _refresh(self) -> None:
+        if not self.known or self.turns - self._fitted < REFRESH_EVERY:
+            return
+        self._fitted = self.turns
+        if self._prefills:
+            self._compute_token_s = float(np.quantile(self._prefills, PREFILL_QUANTILE))
+        self._line = fitted_line([b for b in self._bins.values() if b.turns >= MIN_TURNS])
+
+
+def fitted_line(bins: list[Bin]) -> tuple[float, float]:
+    """(base, slope), both at least 0, of seconds over running turns, by least squares of relative errors. One size
+    alone says nothing of the slope: half of the time is taken as shared."""
+    if not bins:
+        return 1.0, 0.0
+    x, y = np.array([b.running for b in bins]), np.array([b.seconds for b in bins])
+    if len(bins) == 1 or float(np.ptp(x)) < 0.25 * float(x.max()):
+        base = float(y.mean()) / 2.0
+        return base, base / float(x.mean())
+    weight = 1.0 / np.maximum(y, 1e-9)
+    columns = np.stack([weight, weight * x], axis=1)
+    base, slope = (float(v) for v in np.linalg.lstsq(columns, weight * y, rcond=None)[0])
+    if slope < 0.0:
+        return float(y.mean()), 0.0
+    return (base, slope) if base >= 0.0 else (0.0, float((y / x).mean()))

@@ -1,0 +1,138 @@
+"""Keep, offload or drop the KV of a task that waits: ski rental with a price.
+
+Memory has a price while others queue for it. Holding c tokens for a second costs λ·c seconds of the engine's work, λ
+being what one token-second of the pool is worth; bringing them back costs R = c·(seconds to compute, or to load, one
+token). Keeping for at most τ = R / (λ·c) costs at most twice what a clairvoyant would pay, with no prediction at all
+(Karlin et al. 1988); a random τ·ln(1 + u(e − 1)) at most e/(e − 1) times in expectation; with the measured waits the
+best τ is the one of least expected cost, kept near the first so that a wrong histogram costs a bounded factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Choice = Literal["keep", "offload", "drop"]
+
+ROBUSTNESS = 4.0
+"""The measured best stays within this factor of the deterministic τ, above and below."""
+
+TRUSTED_WAITS = 64
+"""Before so many waits are measured, the deterministic τ counts."""
+
+REMEMBERED_WAITS = 512
+REFRESH_EVERY = 32
+
+
+@dataclass(frozen=True)
+class Price:
+    """What memory and bringing KV back cost now, on one replica."""
+
+    token_second: float
+    """λ: engine seconds lost for each token held for a second; 0 while nobody queues."""
+    compute_token_s: float
+    """Engine seconds to compute one token's KV again."""
+    reload_token_s: float | None = None
+    """Seconds to load one token's KV from host memory; None where it cannot be offloaded."""
+
+    @property
+    def back_token_s(self) -> float:
+        """The cheaper way back."""
+        return self.compute_token_s if self.reload_token_s is None else min(self.compute_token_s, self.reload_token_s)
+
+    @property
+    def leave(self) -> Choice:
+        """How KV leaves, when it does."""
+        return "offload" if self.reload_token_s is not None and self.reload_token_s < self.compute_token_s else "drop"
+
+    @property
+    def hold_s(self) -> float:
+        """τ of the deterministic rule: independent of how many tokens there are, infinite when memory is free."""
+        return self.back_token_s / self.token_second if self.token_second > 0 else math.inf
+
+
+def memory_price(budget_tokens: int, elasticity: float) -> float:
+    """λ of a pool others queue for: one token more would raise throughput by `elasticity` / budget of what it is.
+
+    `elasticity`: d ln(throughput) / d ln(tasks that run), from 0 (the engine is full) to 1 (it is mostly idle).
+    """
+    return elasticity / budget_tokens
+
+
+def randomised(hold_s: float, uniform: float) -> float:
+    """A random time to hold, for u in [0, 1): e/(e − 1)-competitive in expectation."""
+    return hold_s * math.log1p(uniform * (math.e - 1.0))
+
+
+def best_hold_s(waits_s: Sequence[float], hold_s: float) -> float:
+    """argmin over τ of E[min(T, τ)] + hold_s·P(T > τ), T uniform over `waits_s`. 0, a measured wait, or infinity.
+
+    Costs are in units of λ·c, in which bringing KV back costs `hold_s` seconds.
+    """
+    if not len(waits_s) or math.isinf(hold_s):
+        return math.inf
+    waits = np.sort(np.asarray(waits_s, dtype=np.float64))
+    count = len(waits)
+    held = np.concatenate([[0.0], np.cumsum(waits)])
+    above = count - np.arange(count + 1)  # waits longer than τ, for τ = 0 and each wait (equal ones count as over)
+    taus = np.concatenate([[0.0], waits])
+    costs = held + taus * above + hold_s * above
+    best = int(np.argmin(costs))
+    return math.inf if best == count else float(taus[best])
+
+
+class Waits:
+    """The measured waits of one kind of task, and the time to hold that follows from them."""
+
+    def __init__(self) -> None:
+        self._waits: deque[float] = deque(maxlen=REMEMBERED_WAITS)
+        self._stale = 0
+        self._known: tuple[float, float] | None = None
+        self.mean_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._waits.append(seconds)
+        self._stale += 1
+        self.mean_s += (seconds - self.mean_s) / len(self._waits)
+
+    def hold_s(self, price: Price) -> float:
+        """How long to keep KV at this price."""
+        base = price.hold_s
+        if base <= 0.0 or math.isinf(base) or len(self._waits) < TRUSTED_WAITS:
+            return base
+        if self._known is None or self._stale >= REFRESH_EVERY or not 0.8 < self._known[0] / base < 1.25:
+            self._known, self._stale = (base, best_hold_s(self._waits, base)), 0
+        return min(max(self._known[1], base / ROBUSTNESS), base * ROBUSTNESS)
+
+    def held_share(self, hold_s: float, active_s: float) -> float:
+        """The share of its time for which a task holds KV: while it runs, and while it waits up to `hold_s`."""
+        if math.isinf(hold_s) or not self._waits:
+            return 1.0
+        waits = np.asarray(self._waits)
+        held, total = active_s + float(np.minimum(waits, hold_s).mean()), active_s + float(waits.mean())
+        return held / total if total > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One wait that is over: what was decided and what it would have been with hindsight, in engine seconds."""
+
+    choice: Choice
+    tokens: int
+    waited_s: float
+    held_s: float
+    price: Price
+
+    @property
+    def cost_s(self) -> float:
+        back = 0.0 if self.choice == "keep" else self.tokens * self.price.back_token_s
+        return self.price.token_second * self.tokens * self.held_s + back
+
+    @property
+    def clairvoyant_s(self) -> float:
+        return self.tokens * min(self.price.token_second * self.waited_s, self.price.back_token_s)
