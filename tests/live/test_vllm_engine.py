@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -142,6 +143,23 @@ def test_seconds_are_of_the_clock_and_in_order(make: Make) -> None:
     (result,) = run(engine, turn(0, [4, 5], 3))
     assert result.queued_s > 0 and result.prefill_s > 0 and result.decode_s > 0
     assert result.ended_s == sum((result.queued_s, result.prefill_s, result.decode_s))  # it was added at tick 0
+
+
+def test_an_engine_outlives_another_of_its_process(make: Make) -> None:
+    one, other = make(), make("untied")
+    run(one, turn(0, words(20), 2))
+    one.close()
+    one.close()
+    assert one.stats().resident_tokens == one.stats().running == 0 and not one.has_work()
+    del one
+    gc.collect()  # nor does it take anything along when its memory goes
+    again = turn(0, words(20), 4)
+    (result,) = run(other, again)
+    check_against_oracle("untied", again, result)
+    other.load_weights(weights("untied", 1))
+    later = turn(0, words(20), 4, at=1)
+    (result,) = run(other, later)
+    check_against_oracle("untied", later, result)
 
 
 # ---- bad input

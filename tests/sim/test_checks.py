@@ -126,6 +126,13 @@ def stale_by_window(journal: JournalBook) -> None:
     journal.commit(3, [0, 1])
 
 
+def older_than_its_group(journal: JournalBook) -> None:
+    journal.commit(1, [0, 1])
+    journal.append([VersionRow(1, 1)])
+    issue(journal, 1, version=1)
+    ready(journal, 2, (0, 1))
+
+
 ONCE = Fork(3, ((1, 2),))
 
 
@@ -150,6 +157,7 @@ BROKEN: list[tuple[str, str, Callable[[JournalBook], None]]] = [
         lambda j: (j.commit(1, [0, 1]), issue(j, 1), ready(j, 2), ready(j, 3), j.commit(2, [2, 3])),
     ),
     ("I3", "is 2 updates old", stale_by_window),
+    ("I3", "its group starts at 1", older_than_its_group),
     ("I6", "token versions", lambda j: j.stored(trajectory(0, 0, 0, (1, 0)), "x")),
     ("I8", "columns", lambda j: j.stored(trajectory(0, 0, 0, logprobs=np.zeros(4, np.float32)), "x")),
     ("I8", "columns", lambda j: j.stored(trajectory(0, 0, 0, loss_mask=np.zeros(5, np.bool_)), "x")),

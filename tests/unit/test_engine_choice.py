@@ -42,7 +42,9 @@ def test_the_core_is_chosen_by_name(tmp_path: Path, engine: str, core: str) -> N
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed here")
-def test_without_vllm_one_line_names_the_extra(tmp_path: Path) -> None:
+def test_without_vllm_one_line_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm").mkdir()  # a folder of that name, such as a virtual environment, is no package
+    monkeypatch.syspath_prepend(tmp_path)
     check_engine(resolved(tmp_path))
     with pytest.raises(MissingExtraError, match=r"'vllm' is not installed") as missing:
         check_engine(resolved(tmp_path, "rollout.engine=vllm"))

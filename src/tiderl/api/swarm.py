@@ -20,10 +20,20 @@ from tiderl.data.errors import DeadlockError, TideError
 from tiderl.data.events import Event, PromptIssued, RunStarted, TaskAdmitted, UpdateCommitted
 from tiderl.observe.account import Account
 from tiderl.runtime.run import Run
+from tiderl.sim.batch import host_budget_tokens
 from tiderl.sim.checks.watch import Checks
 from tiderl.sim.faults.plan import Dice
 from tiderl.sim.loop import run_virtual
-from tiderl.sim.swarm import LARGE_PROMPT, FileSize, SeedReport, SwarmReport, draw_instance, draw_plan, may_take_s
+from tiderl.sim.swarm import (
+    LARGE_PROMPT,
+    FileSize,
+    SeedReport,
+    SwarmReport,
+    draw_instance,
+    draw_plan,
+    may_take_s,
+    out_of_reach,
+)
 from tiderl.sim.waiting import describe_waits
 from tiderl.store.recorder import HashRecorder
 
@@ -45,7 +55,7 @@ def swarm(
     resolved = prepare(config, overrides, command="sim")
     check_finishes(resolved, simulated_world(resolved), calm=True)
     size = _file_size(resolved)
-    report = SwarmReport(str(config))
+    report = SwarmReport(str(config), out_of_reach=out_of_reach(size))
     for seed in seeds:
         found = run_seed(config, seed, size, overrides, make_run=make_run)
         report.seeds.append(found)
@@ -183,6 +193,7 @@ def _file_size(resolved: Resolved) -> FileSize:
         kv_capacity_tokens=world.cost.kv_capacity_tokens,
         kv_policy=resolved.loaded.config.rollout.kv_policy,
         images=config.sim.workload != "auto",
+        offloads=host_budget_tokens(world.engine, world.cost) > 0,
     )
 
 

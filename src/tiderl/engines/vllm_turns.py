@@ -24,7 +24,7 @@ def check_turn(turn: Turn, running: VllmTurn | None, settings: EngineSettings, v
     where = f"turn {turn.turn} of {turn.task}"
     if 0 < turn.sampling.temperature < LEAST_TEMPERATURE:
         raise ConfigurationError(
-            f"vLLM does not sample at temperature {turn.sampling.temperature}, only at 0 or {LEAST_TEMPERATURE} and above",
+            f"vLLM does not sample at temperature {turn.sampling.temperature}: give 0, or {LEAST_TEMPERATURE} and more",
             where="rollout.engine vllm",
         )
     if len(turn.ids) == 0 or turn.ids.min() < 0 or turn.ids.max() >= vocab_size:

@@ -20,8 +20,8 @@ from tiderl.runtime.loads import Loads
 from tiderl.runtime.ports import Engine
 from tiderl.runtime.seats import FixedSeat, PoolBook, Seat, TaskSeats
 from tiderl.schedule.appetite import Appetite
-from tiderl.schedule.pool import Facts, Resident
 from tiderl.schedule.priority import TaskFacts
+from tiderl.schedule.residents import Facts, Resident
 from tiderl.schedule.staleness import NO_DEADLINE
 from tiderl.schedule.tasks import EVAL_PRIORITY, TRAIN_PRIORITY, KvRules, ReplicaView, What
 
@@ -137,8 +137,9 @@ class TaskLevel:
         if waiting.member is not None:
             group, _ = waiting.member
             kind = _kind("train", group.prompt)
-            tokens = pool.expected_first_tokens(kind, _name(group.prompt_id))
-            if pool.room_for(kind, longest if tokens is None else tokens):
+            name = _name(group.prompt_id)
+            tokens = pool.expected_first_tokens(kind, name)
+            if pool.room_for(kind, longest if tokens is None else tokens, group=name):
                 room.append("member")
         if (waiting.member is None or "member" in room) and not self._sated():
             sizes = {kind: pool.expected_first_tokens(kind, None) or longest for kind in self._kinds}

@@ -16,8 +16,10 @@ from tiderl.data.events import Event, KvRetention, TaskMigrated, TaskPaused, Tas
 from tiderl.data.records import TaskKey
 from tiderl.data.turns import TurnResult
 from tiderl.runtime.ports import Engine, EnvironmentHandle
-from tiderl.schedule.pool import Departure, Facts, Kind, TaskPool, Verdict
+from tiderl.schedule.holding import Departure
+from tiderl.schedule.pool import TaskPool, Verdict
 from tiderl.schedule.rates import EngineRates
+from tiderl.schedule.residents import Facts, Kind
 from tiderl.schedule.tasks import KvRules
 
 Left = Callable[[float | None], None]
@@ -127,7 +129,8 @@ class TaskSeats:
         """By replica, as of now."""
         found = {}
         for replica, pool in self.pools.items():
-            waiting = {k: self._seats[replica][k].wanted_tokens for k, w in self._waiting[replica].items() if not w.done()}
+            seats, waiters = self._seats[replica], self._waiting[replica]
+            waiting = {key: seats[key].wanted_tokens for key, waiter in waiters.items() if not waiter.done()}
             found[replica] = PoolBook(pool.open, pool.budget_tokens, pool.used_tokens, len(pool), waiting)
         return found
 
@@ -149,7 +152,7 @@ class TaskSeats:
     def void(self, replica: int) -> None:
         """Its engine has other weights, or is another process: the KV of waiting tasks is gone."""
         pool = self.pools[replica]
-        pool.void(_now())
+        pool.void()
         self.apply(replica, pool.pump(_now()))
 
     def open(self, replica: int, is_open: bool) -> None:
@@ -167,6 +170,7 @@ class TaskSeats:
         """
         now_s = _now()
         for replica, pool in self.pools.items():
+            before = len(pool)
             for key in pool.impatient(now_s):
                 needs = oldest(key)
                 if needs is None:
@@ -193,12 +197,24 @@ class TaskSeats:
                 )
                 self._moved(key, replica, to)
                 self.apply(to, pool.transfer(key, self.pools[to], now_s))
+            if len(pool) < before:
+                self.apply(replica, pool.pump(now_s))
 
     def _roomy(self, pool: TaskPool, key: TaskKey, replica: int, candidates: list[int]) -> int | None:
+        """Where it can run at once: to wait elsewhere would only cost it its KV and its place. A rank that is away may
+        stay away, so then it goes also where it has to wait."""
         kind, tokens = pool.size_of(key)
-        others = [r for r in candidates if r != replica and self.pools[r].open]
+        wanted_tokens = self._seats[replica][key].wanted_tokens
+        others = [
+            r
+            for r in candidates
+            if r != replica
+            and self.pools[r].open
+            and (not pool.open or self.pools[r].used_tokens + wanted_tokens <= self.pools[r].budget_tokens)
+        ]
         best = min(others, key=lambda r: (self.pools[r].booked_tokens, r), default=None)
-        return best if best is not None and self.pools[best].room_for(kind, tokens) else None
+        group = (key.split, key.prompt_id)
+        return best if best is not None and self.pools[best].room_for(kind, tokens, group=group) else None
 
     def apply(self, replica: int, verdict: Verdict) -> None:
         """What the schedule decided about one replica, in its order: KV leaves before others take its room."""
@@ -246,13 +262,13 @@ class TaskSeats:
         if not seat.began:
             seat.began = True
             self._began(key)
+        seat.wanted_tokens = context_tokens + max_new_tokens
         verdict = pool.ask(key, context_tokens, max_new_tokens, _now())
         if key in verdict.go:
             self._report_wait(seat)
             self.apply(seat.replica, verdict)
             return
         waiter = self._waiting[seat.replica][key] = asyncio.get_running_loop().create_future()
-        seat.wanted_tokens = context_tokens + max_new_tokens
         self._emit(
             TaskPaused(
                 t_s=_now(),
@@ -268,9 +284,12 @@ class TaskSeats:
         try:
             await handle.pause()
             await waiter
+            await handle.resume()
+        except BaseException:
+            seat.close()  # it wants no room any more, and its environment may be long in closing
+            raise
         finally:
             self._waiting[seat.replica].pop(key, None)
-        await handle.resume()
         self._emit(
             TaskResumed(
                 t_s=_now(), split=key.split, prompt_id=key.prompt_id, member=key.member, replica=seat.replica
@@ -305,16 +324,18 @@ class TaskSeats:
 
     def ended(self, seat: TaskSeat, result: TurnResult, context_tokens: int) -> None:
         pool, now_s = self.pools[seat.replica], _now()
-        pool.rates.observe(
-            computed_tokens=context_tokens - len(result.ids) - result.cached_tokens,
-            new_tokens=len(result.ids),
-            prefill_s=result.prefill_s,
-            decode_s=result.decode_s,
-            running=self._engines[seat.replica].stats.running,
-        )
+        interrupted = result.finish_reason == "aborted" and context_tokens < seat.wanted_tokens
+        if not interrupted:
+            pool.rates.observe(
+                computed_tokens=context_tokens - len(result.ids) - result.cached_tokens,
+                new_tokens=len(result.ids),
+                prefill_s=result.prefill_s,
+                decode_s=result.decode_s,
+                running=self._engines[seat.replica].stats.running,
+            )
         if len(result.versions):
             seat.newest_version = int(result.versions[-1])
-        pool.ended(seat.key, context_tokens, len(result.ids), now_s)
+        pool.ended(seat.key, context_tokens, len(result.ids), now_s, interrupted=interrupted)
         self.apply(seat.replica, pool.pump(now_s))
         self._changed()
 

@@ -93,6 +93,7 @@ class Publisher:
                 await engine.load_weights(self.handles[version])
             except RankLost as fault:
                 self.emit(Fault(t_s=_now(), where="load_weights", what=type(fault).__name__))
+                failed = 0  # the next load is another process's
                 self.suspect(replica, losses)
             except InfrastructureFault as fault:  # they came in part, or no answer did: it still has what it had
                 self.emit(Fault(t_s=_now(), where="load_weights", what=type(fault).__name__))

@@ -1,7 +1,7 @@
 """What the trainer can take: how fast updates follow each other, and how many tasks in flight that calls for.
 
-Little's law: n* = X·E[l], with X the trajectories that the trainer consumes a second and E[l] the seconds that one
-lives. More than n* in flight only grows contexts and staleness, once the trainer is what limits.
+Little's law ("A proof for the queuing formula L = λW", 1961): n* = X·E[l], with X the trajectories that the trainer
+consumes a second and E[l] the seconds that one lives. More than n* in flight only grows contexts and staleness, once the trainer is what limits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """How the tasks of one kind grow: how many turns they take, and how many tokens each turn adds.
 
-Learned from what has happened, running tasks included: the chance that a task goes on after turn k is estimated as in
-Kaplan and Meier (1958), from all that got so far. Before there is data a weak prior stands in.
+Learned from what has happened, running tasks included: the chance that a task goes on after turn k is estimated from
+all that got so far, and the chance to get beyond turn k is their product (Kaplan and Meier, "Nonparametric estimation
+from incomplete observations", 1958). Before there is data a weak prior stands in.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ REMEMBERED_TURNS = 512
 
 SAID_QUANTILE = 0.8
 """Of what turns sample: who says more grows past its reservation, and the engine makes room (I4)."""
-
+SAID_REFRESH = 16
+"""Turns after which that quantile is taken again."""
 FIRST_TURNS = 16
+"""Before so many turns have ended, one may sample all that it may."""
 
 FIRST_TASKS = 8
+"""Before so many contexts, nothing is said about their mean."""
 ALIKE = 0.25
 """Standard deviation of first contexts, of their mean, up to which they are taken as alike."""
 
@@ -40,10 +44,43 @@ class GrowthTables:
     """
 
     alive: np.ndarray  # float64 [H, K]
-    doubt: np.ndarray  # float64 [H, K]: alive * (1 - alive)
     grown_tokens: np.ndarray  # float64 [H]
     grown_variance: np.ndarray  # float64 [H]
     left_turns: np.ndarray  # float64 [K]: turns still to come
+
+
+class Recent:
+    """The last whole numbers: mean and variance without going through them."""
+
+    def __init__(self) -> None:
+        self._values: deque[int] = deque(maxlen=REMEMBERED_TURNS)
+        self._sum = self._squares = 0  # exact: they never drift
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def append(self, value: int) -> None:
+        if len(self._values) == REMEMBERED_TURNS:
+            self._sum -= self._values[0]
+            self._squares -= self._values[0] ** 2
+        self._values.append(value)
+        self._sum += value
+        self._squares += value**2
+
+    @property
+    def mean(self) -> float:
+        """0 without any."""
+        return self._sum / len(self._values) if self._values else 0.0
+
+    @property
+    def variance(self) -> float:
+        """0 without any."""
+        count = len(self._values)
+        return (count * self._squares - self._sum**2) / count**2 if count else 0.0
+
+    def quantile(self, share: float) -> float:
+        """Goes through all of them. There are some."""
+        return float(np.quantile(self._values, share))
 
 
 class TaskGrowth:
@@ -52,12 +89,11 @@ class TaskGrowth:
     def __init__(self, max_turns: int, max_context_tokens: int) -> None:
         self.step_turns = -(-max_turns // CLASSES)
         self.steps = -(-max_turns // self.step_turns)
-        self._reached = np.full(self.steps, PRIOR_TASKS)
-        self._ended = np.full(self.steps, 2.0 * PRIOR_TASKS / (self.steps + 1))
-        self._grown: deque[int] = deque(maxlen=REMEMBERED_TURNS)
-        self._first: deque[int] = deque(maxlen=REMEMBERED_TURNS)
-        self._said: deque[int] = deque(maxlen=REMEMBERED_TURNS)
-        self._said_quantile: int | None = None
+        self._done = np.full(self.steps, PRIOR_TASKS * self.step_turns)  # turns, by class
+        self._ended = 2.0 / (max_turns + 1) * self._done  # of these, the last ones
+        self._grown, self._first, self._said = Recent(), Recent(), Recent()
+        self._said_turns = 0
+        self._said_quantile: tuple[int, int] | None = None  # and how many turns there were
         self._unknown_growth = 2.0 * max_context_tokens / max_turns
         self._tables: GrowthTables | None = None
         self._stale = 0
@@ -72,51 +108,47 @@ class TaskGrowth:
 
     def went_on(self, turns: int, grown_tokens: int) -> None:
         """A task begins another turn after `turns` of them, its context `grown_tokens` longer than at the last."""
-        self._reached[self.step_of(turns - 1)] += 1.0 / self.step_turns
+        self._done[self.step_of(turns - 1)] += 1.0
         self._grown.append(grown_tokens)
-        self._observed()
+        self._stale += 1
 
     def ended(self, turns: int) -> None:
         """A task is over after `turns` turns, at least 1."""
         step = self.step_of(turns - 1)
-        self._reached[step] += 1.0 / self.step_turns
+        self._done[step] += 1.0
         self._ended[step] += 1.0
-        self._observed()
+        self._stale += 1
 
     def first_tokens(self, z: float) -> float | None:
         """Context of a first turn: mean and `z` standard deviations; None before any."""
-        if not self._first:
-            return None
-        return float(np.mean(self._first) + z * np.std(self._first))
+        return self._first.mean + z * math.sqrt(self._first.variance) if self._first else None
 
     @property
     def first_is_known(self) -> bool:
         """Whether first contexts are so alike that a group need not be probed for its own."""
-        if len(self._first) < FIRST_TASKS:
-            return False
-        return float(np.std(self._first)) <= ALIKE * float(np.mean(self._first))
+        first = self._first
+        return len(first) >= FIRST_TASKS and math.sqrt(first.variance) <= ALIKE * first.mean
 
     def said(self, new_tokens: int) -> None:
         """A turn has sampled so many tokens."""
         self._said.append(new_tokens)
-        if len(self._said) % 16 == 1:
-            self._said_quantile = None
+        self._said_turns += 1
 
     def reserved_tokens(self, max_new_tokens: int) -> int:
-        """Room for what a turn will sample: half of the chosen quantile of what turns did, all it may before enough did.
+        """Room for what a turn will sample: half of the quantile of what turns did, all it may before enough did.
 
         Turns that run together are at different places: on average each has said half of what it will.
         """
-        if len(self._said) < FIRST_TURNS:
+        if self._said_turns < FIRST_TURNS:
             return max_new_tokens
-        if self._said_quantile is None:
-            self._said_quantile = math.ceil(float(np.quantile(self._said, SAID_QUANTILE)) / 2.0)
-        return min(max_new_tokens, self._said_quantile)
+        if self._said_quantile is None or self._said_turns - self._said_quantile[1] >= SAID_REFRESH:
+            self._said_quantile = (math.ceil(self._said.quantile(SAID_QUANTILE) / 2.0), self._said_turns)
+        return min(max_new_tokens, self._said_quantile[0])
 
     @property
     def growth_tokens(self) -> float:
         """Mean of what a turn adds. Before enough did: what fills the longest context in half of the turns."""
-        return float(np.mean(self._grown)) if len(self._grown) >= FIRST_TASKS else self._unknown_growth
+        return self._grown.mean if len(self._grown) >= FIRST_TASKS else self._unknown_growth
 
     def tables(self) -> GrowthTables:
         """As of the newest observations but for the last few: they are made anew when enough has changed."""
@@ -124,18 +156,14 @@ class TaskGrowth:
             self._tables, self._stale = self._computed(), 0
         return self._tables
 
-    def _observed(self) -> None:
-        self._stale += 1
-
     def _computed(self) -> GrowthTables:
         steps = self.steps
-        goes_on = 1.0 - np.minimum(1.0, self._ended / np.maximum(self._reached, self._ended))
+        goes_on = (1.0 - self._ended / self._done) ** self.step_turns
         goes_on[-1] = 0.0
         alive = np.zeros((steps, steps))
         alive[0] = 1.0
         for h in range(1, steps):
             alive[h, : steps - h] = alive[h - 1, : steps - h] * goes_on[h - 1 : steps - 1]
         turns = np.arange(steps, dtype=np.float64) * self.step_turns
-        variance = float(np.var(self._grown)) if self._grown else 0.0
         left = alive[1:].sum(axis=0) * self.step_turns
-        return GrowthTables(alive, alive * (1.0 - alive), turns * self.growth_tokens, turns * variance, left)
+        return GrowthTables(alive, turns * self.growth_tokens, turns * self._grown.variance, left)

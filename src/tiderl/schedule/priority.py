@@ -2,9 +2,9 @@
 
 `tiers` is the published rule P = ω1·evaluation + ω2·group completion + ω3·active + ω4·context, in that order
 lexicographically; `weighted` sums it with weights of one's own; `deadlines` is the alternative: who must start now to
-be in time for the last update that may consume its group, then the shortest remaining group work when the trainer starves
-and the longest when it has enough. Above all of them stands age: who waited beyond the patience goes first, oldest
-first, so that nobody waits without bound.
+be in time for the last update that may consume its group, then the shortest remaining group work when the trainer
+starves and the longest when it has enough. Above all of them stands age: who waited beyond the patience goes first,
+oldest first, so that nobody waits without bound.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ def priority(facts: TaskFacts, rule: PriorityName = "tiers", weights: Weights = 
         )
         return (total,)
     if rule == "deadlines":
-        late = facts.evaluation or now_s >= facts.latest_start_s
-        if late:
-            return (1.0, -facts.latest_start_s if math.isfinite(facts.latest_start_s) else 0.0, 0.0)
+        if facts.evaluation:
+            return (2.0, 0.0, 0.0)
+        if now_s >= facts.latest_start_s:
+            return (1.0, -facts.latest_start_s, 0.0)
         work = -facts.remaining_tokens if facts.starving else facts.remaining_tokens
         return (0.0, work, facts.context_fraction)
     return (float(facts.evaluation), facts.group_done_fraction, float(facts.active), facts.context_fraction)

@@ -1,12 +1,13 @@
 """What more tasks would gain on an engine, and what computing KV again costs there, measured from its turns.
 
-Little's law for the turns inside: b of them that take a(b) seconds each end at the rate b / a(b), so the gain of more is
-d ln X / d ln b = 1 − d ln a / d ln b. a(b) is taken as a line through the means of turns that ran beside about as many
-others. Knows no clock and no engine.
+Little's law (1961) for the turns inside: b of them that take a(b) seconds each end at the rate b / a(b), so the gain of
+more is d ln X / d ln b = 1 − d ln a / d ln b. a(b) is taken as a line through the means of turns that ran beside about
+as many others, and the time in which nothing runs counts as all gain. Knows no clock and no engine.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -23,6 +24,15 @@ PREFILL_QUANTILE = 0.05
 """A turn's prefill takes at least as long as its tokens need, and mostly waits for others': the cheapest tell."""
 
 REFRESH_EVERY = 16
+
+LEAST = 0.05
+"""Elasticity of a busy engine is not taken as less: a line through noisy means may leave nothing."""
+
+FULL = 0.01
+"""Of one whose batch is full: not quite nothing, since turns end."""
+
+IDLE_TURNS = 32.0
+"""Turns, one after the other, over which an engine's idle share is remembered."""
 
 
 @dataclass
@@ -52,6 +62,8 @@ class EngineRates:
     _line: tuple[float, float] = (1.0, 0.0)
     _compute_token_s: float = 0.0
     _fitted: int = -REFRESH_EVERY
+    _idle: float = 0.0
+    _since_s: float | None = None
 
     def observe(
         self, *, computed_tokens: int, new_tokens: int, prefill_s: float, decode_s: float, running: int
@@ -77,12 +89,23 @@ class EngineRates:
         self._refresh()
         return self._compute_token_s
 
-    def elasticity(self, running: float) -> float:
-        """d ln(turns per second) / d ln(turns that run) with `running` of them, from 0 to 1. 1 while not known."""
+    def elasticity(self, running: float, max_batch: int = 0) -> float:
+        """d ln(turns per second) / d ln(turns that run) with `running` of them, from 0 to 1. 1 while not known.
+        `max_batch`: as many run at a time, the others wait in the engine; 0: all."""
         self._refresh()
         base, each = self._line
         total = base + each * max(1.0, running)
-        return base / total if total > 0.0 else 1.0
+        busy = max(LEAST, base / total) if total > 0.0 else 1.0
+        gain = self._idle + (1.0 - self._idle) * busy
+        return min(gain, FULL) if max_batch and running > max_batch else gain
+
+    def spent(self, now_s: float, *, idle: bool) -> None:
+        """Until now, since the last call, nothing ran there (`idle`) or something did. While nothing runs, more tasks
+        would gain all that they do."""
+        if self._since_s is not None and self.active_s > 0.0:
+            share = 1.0 - math.exp(-(now_s - self._since_s) / (IDLE_TURNS * self.active_s))
+            self._idle += share * (float(idle) - self._idle)
+        self._since_s = now_s
 
     def _refresh(self) -> None:
         if not self.known or self.turns - self._fitted < REFRESH_EVERY:

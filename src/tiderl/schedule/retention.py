@@ -3,8 +3,9 @@
 Memory has a price while others queue for it. Holding c tokens for a second costs λ·c seconds of the engine's work, λ
 being what one token-second of the pool is worth; bringing them back costs R = c·(seconds to compute, or to load, one
 token). Keeping for at most τ = R / (λ·c) costs at most twice what a clairvoyant would pay, with no prediction at all
-(Karlin et al. 1988); a random τ·ln(1 + u(e − 1)) at most e/(e − 1) times in expectation; with the measured waits the
-best τ is the one of least expected cost, kept near the first so that a wrong histogram costs a bounded factor.
+(Karlin, Manasse, Rudolph and Sleator, "Competitive snoopy caching", 1988). With the measured waits the best τ is that
+of least expected cost; it stays within a factor ρ of the first, so that a wrong histogram costs at most 1 + ρ times
+what a clairvoyant would pay.
 """
 
 from __future__ import annotations
@@ -62,11 +63,6 @@ def memory_price(budget_tokens: int, elasticity: float) -> float:
     `elasticity`: d ln(throughput) / d ln(tasks that run), from 0 (the engine is full) to 1 (it is mostly idle).
     """
     return elasticity / budget_tokens
-
-
-def randomised(hold_s: float, uniform: float) -> float:
-    """A random time to hold, for u in [0, 1): e/(e − 1)-competitive in expectation."""
-    return hold_s * math.log1p(uniform * (math.e - 1.0))
 
 
 def best_hold_s(waits_s: Sequence[float], hold_s: float) -> float:

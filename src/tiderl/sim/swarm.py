@@ -20,6 +20,8 @@ from tiderl.sim.faults.plan import CALM_AFTER, FAULTS, FaultPlan, draw_probabili
 
 MAX_RANKS, MAX_GROUPS, MAX_MEMBERS, MAX_UPDATES, MAX_STALENESS, MAX_TURNS = 6, 4, 4, 6, 4, 8
 """An instance has at most these: about 0.1 to 0.3 s of one core."""
+RANKS_TO_MIGRATE = 4
+"""With fewer, rollout and training apart leave one replica."""
 LARGE_PROMPT = 20
 """In an instance with two kinds of tasks the prompt of one is so many times as long as the other's."""
 DELAYS_IN_A_RUN = 30.0
@@ -48,7 +50,11 @@ SITUATIONS = (
     *(f"dropped: {reason}" for reason in ("lost", "rank_lost", "infrastructure", "channel_timeout", "group_dropped")),
     *(f"dropped: environment_{what}" for what in ("raised", "timeout", "nonsense")),
     "dropped: verifier_fault",
-    "a context forks",
+)
+"""What a large swarm must have seen: a rule that nothing exercised proves nothing."""
+MIGRATIONS = tuple(f"a task migrated: {reason}" for reason in ("no_room", "lost"))
+OFFLOADED = "KV of a waiting task: offload"
+BY_TASK = (
     "a task paused",
     "an evaluation paused",
     "an environment pauses",
@@ -56,14 +62,17 @@ SITUATIONS = (
     "a paused task ended",
     "a task paused while its rank is away",
     "a task waited beyond the patience",
-    *(f"a task migrated: {reason}" for reason in ("no_room", "lost")),
+    *MIGRATIONS,
     "a rank lost while a task is paused",
     "a rank lost while a task holds KV",
     "weights loaded while a task is paused",
     "turns outgrow the pool",
-    *(f"KV of a waiting task: {choice}" for choice in ("keep", "offload", "drop")),
+    "KV of a waiting task: keep",
+    OFFLOADED,
+    "KV of a waiting task: drop",
 )
-"""What a large swarm must have seen: a rule that nothing exercised proves nothing."""
+"""The same, of what there is under `ctb` alone."""
+FORKS = "a context forks"
 
 
 @dataclass(frozen=True)
@@ -89,9 +98,25 @@ class FileSize:
     """What the file or the command asks for."""
     images: bool = False
     """`sim.workload` is the file's own, so that it can say that observations are images."""
+    offloads: bool = False
+    """Its engines have host memory for KV."""
 
     def at_most(self, name: str, limit: int) -> int:
         return max(1, min(int(getattr(self, name)), limit))
+
+
+def out_of_reach(file: FileSize) -> frozenset[str]:
+    """Faults and situations that no instance of the file can have, or only some odd ones."""
+    found: list[str] = []
+    if file.kv_policy == "lru":
+        found += ["env_pause_fails", "offload_lost", *BY_TASK]
+    if not file.offloads:
+        found += ["offload_lost", OFFLOADED]
+    if not file.images or file.kv_policy == "lru":
+        found += [FORKS]
+    if file.ranks < RANKS_TO_MIGRATE:
+        found += MIGRATIONS
+    return frozenset(found)
 
 
 class InstanceDraws:
@@ -241,6 +266,8 @@ class SwarmReport:
 
     file: str
     seeds: list[SeedReport] = field(default_factory=list)
+    out_of_reach: frozenset[str] = frozenset()
+    """Of faults and situations, what is not asked for."""
 
     @property
     def failed(self) -> list[SeedReport]:
@@ -258,8 +285,9 @@ class SwarmReport:
         """Faults and situations that should have occurred in so many seeds, and did not."""
         if len(self.seeds) < SEEDS_FOR_SOMETIMES:
             return []
-        fired, seen = self.fired, self.seen
-        return [name for name in FAULTS if not fired[name]] + [name for name in SITUATIONS if not seen[name]]
+        occurred = self.fired + self.seen
+        asked = [name for name in (*FAULTS, *SITUATIONS, *BY_TASK, FORKS) if name not in self.out_of_reach]
+        return [name for name in asked if not occurred[name]]
 
     def replay(self, report: SeedReport, *, overrides: Sequence[str] = ()) -> str:
         """The one command that shows this seed again."""

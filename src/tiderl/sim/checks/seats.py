@@ -50,6 +50,8 @@ class Wait:
     """Tasks that waited there before it, at any moment of its wait."""
     excused: bool = False
     """Its rank was away meanwhile."""
+    longest_s: float = 0.0
+    """That a turn took where it waited before."""
 
 
 @dataclass
@@ -210,7 +212,7 @@ class SeatBook:
         patience_s, waited_s = self.settings.patience_s, event.t_s - wait.since_s
         if waited_s > patience_s:
             self.findings.saw("a task waited beyond the patience")
-        longest_s = self.replicas[event.replica].longest_until(event.t_s)
+        longest_s = max(wait.longest_s, self.replicas[event.replica].longest_until(event.t_s))
         bound_s = patience_s + (1 + wait.ahead) * longest_s
         self.findings.require(
             wait.excused or waited_s <= bound_s * (1 + SAME_MOMENT_S),
@@ -230,6 +232,7 @@ class SeatBook:
         if wait is None:
             self.findings.wrong("I4", f"{place} migrates, and was not paused")
             return
+        wait.longest_s = max(wait.longest_s, self.replicas[wait.replica].longest_until(event.t_s))
         wait.replica = to
         others = [other for other in self.waits.values() if other.replica == to and other is not wait]
         wait.ahead += sum(other.since_s <= wait.since_s for other in others)

@@ -1,0 +1,119 @@
+"""Who is in flight on a replica, by kind and progress, and how full they will probably make its pool: admission's view.
+
+Books every task from its admission to its end, also while it holds no KV: it will come back. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import numpy as np
+
+from tiderl.schedule.charges import Charges
+from tiderl.schedule.forecast import Population, Share, forecast, peak
+from tiderl.schedule.growth import TaskGrowth
+from tiderl.schedule.rates import EngineRates
+from tiderl.schedule.residents import Kind, Resident
+from tiderl.schedule.retention import Price
+
+SOON = 2
+"""Steps of the forecast that count where pausing is cheap: now, and the next."""
+
+SHARE_REFRESH = 64
+"""Turns after which the resident share of a kind is measured again."""
+
+
+class Bookings:
+    """`kinds` and what they know may be shared by all replicas; a kind that is new is begun. `z`: standard deviations
+    for which there shall be room."""
+
+    def __init__(
+        self,
+        charges: Charges,
+        kinds: dict[str, Kind],
+        rates: EngineRates,
+        price: Callable[[], Price],
+        z: float,
+        *,
+        max_turns: int,
+        max_context_tokens: int,
+    ) -> None:
+        self.kinds = kinds
+        self._charges, self._rates, self._price, self._z = charges, rates, price, z
+        self._max_turns, self._max_context_tokens = max_turns, max_context_tokens
+        self._populations: dict[str, Population] = {}
+        self._shares: dict[str, tuple[int, Share]] = {}  # with the turns when their resident part was measured
+        self._turns = 0
+
+    @property
+    def tokens(self) -> float:
+        """Contexts of all tasks in flight, those without KV included, each group's prompt once."""
+        return sum(population.tokens for population in self._populations.values()) + self._charges.prompt_tokens
+
+    def expected_first_tokens(self, kind: str, group: Hashable) -> float | None:
+        """Context of a first turn: the group's own where a member has begun, else `z` standard deviations above its
+        kind's mean; None: nothing known."""
+        known = self._charges.first_tokens(group)
+        if known:
+            return float(known)
+        return self.kinds[kind].growth.first_tokens(self._z) if kind in self.kinds else None
+
+    def learn(self, resident: Resident) -> None:
+        """It has begun: where its group's first context is news here, the others' own parts are not what they were."""
+        for member in self._charges.learn(resident.group, resident.first_tokens):
+            if member is not resident:
+                self.rebook(member, resident.first_tokens)
+
+    def book(self, resident: Resident, context_tokens: int) -> None:
+        """It has this context, and as many turns done as it says."""
+        tokens = self._charges.own_tokens(resident.group, context_tokens)
+        population = self._population(resident.kind)
+        step = self.kinds[resident.kind].growth.step_of(resident.turns)
+        population.add(step, tokens)
+        resident.booked_tokens, resident.booked_step = tokens, step
+
+    def unbook(self, resident: Resident) -> None:
+        self._population(resident.kind).remove(resident.booked_step, resident.booked_tokens)
+
+    def rebook(self, resident: Resident, context_tokens: int) -> None:
+        self.unbook(resident)
+        self.book(resident, context_tokens)
+
+    def turn_ended(self) -> None:
+        self._turns += 1
+
+    def peak_tokens(self, kind: str, group: Hashable, context_tokens: int, tasks: int) -> float:
+        """The most that the pool will hold with so many more tasks with such a first context: mean and `z` standard
+        deviations."""
+        tokens = self._charges.own_tokens(group, context_tokens)
+        self._population(kind)
+        shares = [self._share(name) for name in self._populations]
+        newcomers = np.zeros((len(shares), 3))
+        newcomers[list(self._populations).index(kind)] = (tasks, tasks * tokens, tasks * tokens * tokens)
+        mean, variance = forecast(shares, newcomers)
+        # Where bringing KV back costs less than leaving room idle for a turn, what comes later can be paused then.
+        steps = SOON if self._price().hold_s < self._rates.active_s else None
+        return peak(mean[:steps], variance[:steps], self._z) + self._charges.prompt_tokens
+
+    def _population(self, kind: str) -> Population:
+        population = self._populations.get(kind)
+        if population is None:
+            if kind not in self.kinds:
+                self.kinds[kind] = Kind(TaskGrowth(self._max_turns, self._max_context_tokens))
+            population = self._populations[kind] = Population(self.kinds[kind].growth.steps)
+        return population
+
+    def _share(self, kind: str) -> Share:
+        known, tables = self._shares.get(kind), self.kinds[kind].growth.tables()
+        if known is None or self._turns - known[0] >= SHARE_REFRESH:
+            known = (self._turns, Share(self._populations[kind], tables, self._resident(kind)))
+        elif known[1].tables is not tables:
+            known = (known[0], Share(self._populations[kind], tables, known[1].resident))
+        self._shares[kind] = known
+        return known[1]
+
+    def _resident(self, kind: str) -> float:
+        if not self._rates.known:
+            return 1.0
+        waits = self.kinds[kind].waits
+        return waits.held_share(waits.hold_s(self._price()), self._rates.active_s)

@@ -1,0 +1,134 @@
+"""Who holds what of a replica's KV pool, to the token: the only place where it is charged and credited. Keeps I4.
+
+Whole blocks are charged. What the members of a group begin with is charged once, while any of them holds KV, where the
+engine keeps it once. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from tiderl.data.errors import InvariantViolation, RequestTooLarge
+from tiderl.data.records import TaskKey
+from tiderl.schedule.residents import Resident
+
+
+@dataclass
+class GroupPrompt:
+    """A group's part on this replica."""
+
+    members: dict[TaskKey, Resident] = field(default_factory=dict)
+    """In flight here."""
+    first_tokens: int = 0
+    """Context of the first turn here; 0 before any."""
+    shared_tokens: int = 0
+    """Of it, what the engine keeps once: whole blocks, and never the last token, which is computed to go on."""
+
+
+@dataclass
+class Sum:
+    """What some tasks hold together, with the prompts of their groups."""
+
+    tokens: int = 0
+    holders: dict[Hashable, int] = field(default_factory=dict)
+    """By group, those of the tasks that hold anything."""
+
+    def change(self, group: Hashable, prompt_tokens: int, before: int, after: int) -> None:
+        """One of them holds `after` tokens beside its group's prompt, and held `before`; 0: nothing."""
+        self.tokens += after - before
+        if bool(before) == bool(after):
+            return
+        held = self.holders.get(group, 0)
+        self.holders[group] = held + (1 if after else -1)
+        if after and not held:
+            self.tokens += prompt_tokens
+        elif not self.holders[group]:
+            del self.holders[group]
+            self.tokens -= prompt_tokens
+
+
+class Charges:
+    """The books of one pool."""
+
+    def __init__(self, budget_tokens: int, *, block_tokens: int, shares_prompts: bool) -> None:
+        self.budget_tokens, self.block_tokens, self.shares_prompts = budget_tokens, block_tokens, shares_prompts
+        self.prompt_tokens = 0
+        """What all groups in flight share, whether it is held or not."""
+        self._groups: dict[Hashable, GroupPrompt] = {}
+        self._all, self._running = Sum(), Sum()
+
+    @property
+    def used_tokens(self) -> int:
+        return self._all.tokens
+
+    def enter(self, resident: Resident) -> None:
+        """It is in flight here, and holds nothing."""
+        self._groups.setdefault(resident.group, GroupPrompt()).members[resident.key] = resident
+
+    def leave(self, resident: Resident) -> None:
+        self.charge(resident, 0)
+        group = self._groups[resident.group]
+        del group.members[resident.key]
+        if not group.members:
+            self.prompt_tokens -= group.shared_tokens
+            del self._groups[resident.group]
+
+    def first_tokens(self, group: Hashable) -> int:
+        """Context with which a member of the group has begun here; 0: none has."""
+        known = self._groups.get(group)
+        return known.first_tokens if known is not None else 0
+
+    def learn(self, group: Hashable, first_tokens: int) -> list[Resident]:
+        """A member's first context is known. The members here, if that is news: nobody's own part is what it was."""
+        known = self._groups[group]
+        if known.first_tokens:
+            return []
+        known.first_tokens = first_tokens
+        if not self.shares_prompts:
+            return []
+        known.shared_tokens = (first_tokens - 1) // self.block_tokens * self.block_tokens
+        self.prompt_tokens += known.shared_tokens
+        return list(known.members.values())
+
+    def own_tokens(self, group: Hashable, tokens: int) -> int:
+        """Of so many positions, those beside the group's prompt; at least 1, also for a context shorter than it."""
+        known = self._groups.get(group)
+        return max(1, tokens - known.shared_tokens) if known is not None else tokens
+
+    def missing(self, resident: Resident, tokens: int, *, beside_running: bool = False) -> int:
+        """Positions that the pool lacks for the task to have `tokens`; 0 or less: none. `beside_running`: when nobody
+        else holds any but those that run."""
+        shared = self._groups[resident.group].shared_tokens
+        own = self._blocks(max(1, tokens - shared))
+        if beside_running:
+            held, mine = self._running, 0
+        else:
+            held, mine = self._all, resident.charged_tokens
+        prompt = 0 if resident.group in held.holders else shared
+        return held.tokens + own - mine + prompt - self.budget_tokens
+
+    def refuse(self, resident: Resident, tokens: int) -> None:
+        """Raises `RequestTooLarge` where the pool cannot hold so many positions of the task, even with nobody else."""
+        shared = self._groups[resident.group].shared_tokens
+        if shared + self._blocks(max(1, tokens - shared)) > self.budget_tokens:
+            raise RequestTooLarge(
+                f"a turn of {tokens} tokens never fits {self.budget_tokens} tokens of KV",
+                where=f"task {resident.key}",
+                hint="raise rollout.kv_budget_tokens or lower rollout.max_context_tokens",
+            )
+
+    def charge(self, resident: Resident, tokens: int, *, running: bool = False) -> None:
+        """From now on it has `tokens` positions, its group's prompt among them; 0: none. Raises `InvariantViolation`
+        where more is given back than was taken."""
+        shared = self._groups[resident.group].shared_tokens
+        charged = self._blocks(max(1, tokens - shared)) if tokens else 0
+        before, ran = resident.charged_tokens, resident.charged_tokens if resident.charged_running else 0
+        self._all.change(resident.group, shared, before, charged)
+        self._running.change(resident.group, shared, ran, charged if running else 0)
+        resident.charged_tokens, resident.charged_running = charged, running
+        if self._all.tokens < 0:
+            raise InvariantViolation(f"{self._all.tokens} tokens used", where="task pool, I4")
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens) * self.block_tokens
