@@ -29,9 +29,7 @@ def engines() -> Iterator[list[VllmEngine]]:
     ("kv_policy", "scheduler"), [("ctb", "sync"), ("ctb", "async"), ("ctb", "none"), ("lru", "auto")]
 )
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-def test_vllm_engine(
-    check: Callable[[Make], None], kv_policy: str, scheduler: str, engines: list[VllmEngine]
-) -> None:
+def test_vllm_engine(check: Callable[[Make], None], kv_policy: str, scheduler: str, engines: list[VllmEngine]) -> None:
     def make(budget_tokens: int) -> Subject:
         settings = engine_settings(
             kv_budget_tokens=budget_tokens,

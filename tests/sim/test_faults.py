@@ -24,8 +24,10 @@ SEEDS = 12
 # Faults that strike only where another one does.
 WITH = {"power_cut": {"driver_crash": 0.03}, "notice_late": {"engine_crash": 0.03}}
 
-# What it takes for a fault to have an opportunity: tasks wait for room only under `ctb`.
-GIVEN = {"env_pause_fails": ["rollout.kv_policy=ctb"]}
+# What it takes for a fault to have an opportunity: tasks wait for room only under `ctb`, and hand their KV to the host
+# only on accelerators.
+GIVEN = {"env_pause_fails": ["rollout.kv_policy=ctb"], "offload_lost": ["rollout.kv_policy=ctb"]}
+FILES = {"offload_lost": BUILTIN.with_name("sim") / "family-kv.yaml"}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -34,7 +36,7 @@ def test_a_fault_strikes_and_is_survived(name: str) -> None:
     fired = 0
     for seed in range(SEEDS):
         faults = ", ".join(f"{k}: {v}" for k, v in plan.items())
-        (report,) = swarm(BUILTIN, [seed], [f"sim.faults={{{faults}}}", *GIVEN.get(name, [])]).seeds
+        (report,) = swarm(FILES.get(name, BUILTIN), [seed], [f"sim.faults={{{faults}}}", *GIVEN.get(name, [])]).seeds
         assert report.violations == ()
         assert set(report.fired) <= set(plan)
         fired += report.fired.get(name, 0)

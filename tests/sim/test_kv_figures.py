@@ -66,7 +66,7 @@ def test_pauses_and_retention_are_those_of_the_events(budget_tokens: int) -> Non
     cost_s, clairvoyant_s = sum(w.cost_s for w in waits), sum(w.clairvoyant_s for w in waits)
     assert shown["kv_retention_ratio"] == (pytest.approx(cost_s / clairvoyant_s) if clairvoyant_s else None)
     assert cost_s >= clairvoyant_s
-    assert budget_tokens > 200 or (shown["tasks_paused"] > 0 and shown["account"]["kv_stall"] > 0)
+    assert budget_tokens > 200 or shown["tasks_paused"] > 0
     assert sum(shown["account"].values()) == pytest.approx(shown["account_total_rank_s"])
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -14,7 +18,9 @@ from tiderl.api.swarm import swarm
 from tiderl.runtime.buffer import Buffer, Group
 from tiderl.runtime.recovery import Recovered
 from tiderl.runtime.run import Loops, Run
-from tiderl.sim.swarm import FileSize, SeedReport, SwarmReport, draw_instance, draw_plan
+from tiderl.schedule.priority import WEIGHTS, PriorityName
+from tiderl.sim.instances import LARGE_PROMPT, FileSize, draw_instance
+from tiderl.sim.swarm import SeedReport, SwarmReport, draw_plan, out_of_reach
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples" / "sim" / "webshop-7b-32xh100.yaml"
@@ -41,19 +47,20 @@ def test_no_seed_breaks_a_rule(number: int) -> None:
 def test_every_fault_and_every_situation_occurs_in_200_seeds() -> None:
     report = SwarmReport(str(FILE), [seed for number in range(PARTS) for seed in part(number)])
     assert len(report.seeds) == 200
+    print(*sorted((report.fired + report.seen).items()), sep="\n")  # `pytest -rP` shows how often each occurred
     assert report.never() == []
 
 
-def corpus() -> list[tuple[str, int, str]]:
-    """(file, seed, what it found) of each line."""
+def corpus() -> list[tuple[str, int, list[str], str]]:
+    """(file, seed, overrides, what it found) of each line."""
     lines = [line for line in CORPUS.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    parts = [line.split(maxsplit=2) for line in lines]
-    return [(file, int(seed), found) for file, seed, found in parts]
+    parts = [line.split(maxsplit=3) for line in lines]
+    return [(file, int(seed), [] if given == "-" else given.split(";"), found) for file, seed, given, found in parts]
 
 
-@pytest.mark.parametrize(("file", "seed", "found"), corpus())
-def test_a_seed_that_once_failed_fails_no_more(file: str, seed: int, found: str) -> None:
-    assert told(swarm(ROOT / file, [seed]).seeds) == "", found
+@pytest.mark.parametrize(("file", "seed", "given", "found"), corpus())
+def test_a_seed_that_once_failed_fails_no_more(file: str, seed: int, given: list[str], found: str) -> None:
+    assert told(swarm(ROOT / file, [seed], given).seeds) == "", found
 
 
 def test_a_seed_is_the_same_run_in_another_process() -> None:
@@ -198,14 +205,66 @@ def test_a_broken_runtime_is_found(
 
 
 def test_an_instance_is_never_larger_than_its_file() -> None:
-    small = FileSize(2, 1, 2, 2, 3, 128, mixture=False)
+    small = FileSize(2, 1, 2, 2, 3, 128, 16, {"name": "builtin"}, 20, 10, 10_000)
     for seed in range(200):
-        chosen = dict(override.split("=", 1) for override in draw_instance(seed, small))
+        chosen = drawn(seed, small)
         assert int(chosen["cluster.ranks"]) <= 2
         assert int(chosen["train.updates"]) <= 2
         assert int(chosen["algorithm.group_size"]) == 2
         assert int(chosen["rollout.max_turns"]) <= 3
         assert int(chosen["train.global_batch_groups"]) % int(chosen["train.steps_per_batch"]) == 0
+
+
+def drawn(seed: int, file: FileSize) -> dict[str, str]:
+    return dict(override.split("=", 1) for override in draw_instance(seed, file))
+
+
+WIDE = FileSize(32, 64, 8, 100, 20, 8192, 512, {"name": "builtin", "deadline_s": 30}, 500, 300, 900_000, images=True)
+
+
+def test_task_batching_is_drawn_with_every_rule_and_small_pools() -> None:
+    found = [chosen for seed in range(400) if (chosen := drawn(seed, WIDE))["rollout.kv_policy"] == "ctb"]
+    assert 200 < len(found) < 320
+    assert {chosen["rollout.priority"] for chosen in found} == set(get_args(PriorityName))
+    weighed = [json.loads(chosen["rollout.priority_weights"]) for chosen in found if "weighted" in chosen.values()]
+    assert all(tuple(weights) == WEIGHTS for weights in weighed)
+    assert any(0.0 in weights.values() for weights in weighed)
+    assert sum("rollout.image_window" in chosen for chosen in found) > 50
+    assert sum("env" in chosen for chosen in found) > 50
+    small = 0
+    for chosen in found:
+        context, budget = int(chosen["rollout.max_context_tokens"]), chosen["rollout.kv_budget_tokens"]
+        first = 500 * (LARGE_PROMPT if "env" in chosen else 1)
+        assert context > first + 300 - 1
+        assert context > 512  # what a turn may say leaves room for an observation
+        assert int(chosen["train.micro_batch_tokens"]) >= context
+        assert budget == "auto" or context <= int(budget) <= 900_000
+        ranks, alone = int(chosen["cluster.ranks"]), chosen["schedule.strategy"] == "sync"
+        replicas = ranks if alone or ranks == 1 else ranks // 2
+        sizes = (int(chosen[key]) for key in ("train.global_batch_groups", "algorithm.group_size"))
+        tasks = math.prod(sizes) * (1 + int(chosen["schedule.max_staleness"]))
+        need = min(context, first + 300 * int(chosen["rollout.max_turns"]))
+        small += budget != "auto" and int(budget) * replicas < tasks * need
+    assert 0.4 < small / len(found) < 0.75
+
+
+def test_two_kinds_of_tasks_are_the_file_s_own_and_one_with_large_prompts() -> None:
+    mixed = next(chosen for seed in range(100) if "env" in (chosen := drawn(seed, WIDE)))
+    small, large = json.loads(mixed["env"])
+    assert small == WIDE.environment
+    assert {**large, "weight": None} == {**small, "weight": None}
+
+
+def test_what_a_file_or_command_asks_for_is_not_drawn() -> None:
+    for policy in ("lru", "ctb"):
+        fixed = dataclasses.replace(WIDE, kv_policy=policy)
+        assert all(drawn(seed, fixed)["rollout.kv_policy"] == policy for seed in range(50))
+
+
+def test_what_a_file_cannot_have_is_not_asked_for() -> None:
+    one = dataclasses.replace(WIDE, ranks=2, images=False, kv_policy="lru")
+    assert {"a task paused", "offload_lost", "a context forks", "a task migrated: lost"} <= out_of_reach(one)
+    assert out_of_reach(dataclasses.replace(WIDE, offloads=True)) == frozenset()
 
 
 def test_calm_comes_in_every_seed_and_faults_differ() -> None:

@@ -21,8 +21,8 @@ from tiderl.data.settings import RunSettings, WarmupSettings
 from tiderl.runtime.ports import Recorder
 from tiderl.runtime.run import Run
 from tiderl.sim.checks.watch import Checks
-from tiderl.sim.engine import Talk
 from tiderl.sim.crashes import DriverKilled
+from tiderl.sim.engine import Talk
 from tiderl.sim.faults.cluster import with_faults
 from tiderl.sim.faults.plan import FAULTS, Dice, FaultPlan, draw_probabilities
 from tiderl.sim.faults.store import DriverLife
@@ -37,7 +37,7 @@ MAX_IDLE_DRIVERS = 100
 OPERATOR_HELPS: Mapping[type[TideError], tuple[str, ...]] = {
     CheckpointError: ("write_fails",),
     HopelessEnvironment: tuple(name for name in FAULTS if name.startswith(("env_", "verifier_"))),
-    RankLost: ("trainer_crash", "crash_before_publish", "crash_after_publish", "engine_crash"),
+    RankLost: ("trainer_crash", "crash_before_publish", "crash_after_publish", "engine_crash", "crash_at_pause"),
 }
 """What may end a driver, and the faults that explain it: the disk is full, the environment only fails, a rank dies in
 one step again and again. Where one of them struck, somebody resumes the run, and it must end as if it had not been."""

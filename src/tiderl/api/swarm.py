@@ -23,17 +23,9 @@ from tiderl.runtime.run import Run
 from tiderl.sim.batch import host_budget_tokens
 from tiderl.sim.checks.watch import Checks
 from tiderl.sim.faults.plan import Dice
+from tiderl.sim.instances import LARGE_PROMPT, FileSize, draw_instance
 from tiderl.sim.loop import run_virtual
-from tiderl.sim.swarm import (
-    LARGE_PROMPT,
-    FileSize,
-    SeedReport,
-    SwarmReport,
-    draw_instance,
-    draw_plan,
-    may_take_s,
-    out_of_reach,
-)
+from tiderl.sim.swarm import SeedReport, SwarmReport, draw_plan, may_take_s, out_of_reach
 from tiderl.sim.waiting import describe_waits
 from tiderl.store.recorder import HashRecorder
 
@@ -201,5 +193,5 @@ def _world(resolved: Resolved, size: FileSize) -> World:
     """Where an instance has two kinds of tasks of a file that has one, the second is the one with the large prompts."""
     if size.environment is None or not resolved.config.is_mixture:
         return simulated_world(resolved)
-    small, large = resolved.config.environments
+    _, large = resolved.config.environments
     return simulated_world(resolved, prompts={large: float(LARGE_PROMPT)})

@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tiderl.data.events import Event
+from tiderl.data.pools import PoolBook
 from tiderl.data.records import Prompt, TaskKey
 from tiderl.runtime.buffer import Buffer, Group, Member
 from tiderl.runtime.loads import Loads
 from tiderl.runtime.ports import Engine
-from tiderl.runtime.seats import FixedSeat, PoolBook, Seat, TaskSeats
+from tiderl.runtime.seat import FixedSeat, Seat
+from tiderl.runtime.seats import TaskSeats
 from tiderl.schedule.appetite import Appetite
 from tiderl.schedule.priority import TaskFacts
 from tiderl.schedule.residents import Facts, Resident
@@ -53,6 +55,9 @@ class KvPolicy(Protocol):
     def usable(self, replica: int, version: int | None, up: bool) -> None:
         """Its version or state changed: tasks can be given to it at this version, None: not now."""
 
+    def trained(self, waited_s: float, seconds: float) -> None:
+        """An update is committed, for which the trainer waited and worked so long."""
+
     def rebalance(self) -> None:
         """Move tasks that have waited too long."""
 
@@ -82,6 +87,9 @@ class RequestLevel:
         pass
 
     def usable(self, replica: int, version: int | None, up: bool) -> None:
+        pass
+
+    def trained(self, waited_s: float, seconds: float) -> None:
         pass
 
     def rebalance(self) -> None:
@@ -152,8 +160,11 @@ class TaskLevel:
         """A whole batch is ready, and as many tasks are in flight as the trainer can take."""
         buffer = self._buffer
         self._appetite.updates_done(buffer.updates_done, _now())
-        saturated = len(buffer.ready_groups) >= buffer.batch_groups
-        return self._loads.total >= self._appetite.tasks(saturated=saturated)
+        ready = len(buffer.ready_groups) >= buffer.batch_groups
+        return self._loads.total >= self._appetite.tasks(batch_is_ready=ready)
+
+    def trained(self, waited_s: float, seconds: float) -> None:
+        self._appetite.trained(waited_s, seconds)
 
     def home(self, group: Group) -> int | None:
         there = self._groups.get(group.prompt_id)

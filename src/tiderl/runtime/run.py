@@ -13,6 +13,7 @@ from itertools import islice
 
 from tiderl.data.errors import CheckpointError, DeadlockError
 from tiderl.data.events import Event, Fault, RankBack, RankLostEvent, RunEnded, RunStarted
+from tiderl.data.pools import PoolBook
 from tiderl.data.records import Prompt
 from tiderl.data.settings import RunSettings
 from tiderl.runtime.buffer import Buffer, Group
@@ -25,7 +26,6 @@ from tiderl.runtime.prompts import demonstration_prompts, held_out_prompts, prom
 from tiderl.runtime.recovery import Recovered, load_group, recover
 from tiderl.runtime.restore import TrainerRestorer
 from tiderl.runtime.rollout import Rollout
-from tiderl.runtime.seats import PoolBook
 from tiderl.runtime.sync import Publisher
 from tiderl.runtime.task import TaskLimits
 from tiderl.runtime.training import Training
@@ -330,6 +330,7 @@ class Loops:
 
     async def committed(self, update: int, batch: Sequence[Group]) -> None:
         """After an update: publish, then make it durable."""
+        self.rollout.kv.trained(*self.training.last_step_s)
         last = update == self.settings.updates
         if update % self.settings.publish_every_updates == 0 or last:
             await self.publish(update)

@@ -1,6 +1,5 @@
 """Where a task's turns run: its place on a replica, from admission to its end.
 
-`FixedSeat` is the request-level policy: the task stays where it started, and the engine alone decides what it keeps.
 `TaskSeats` applies `schedule.pool` (continuous task batching): a turn waits until its context has room, KV of waiting
 tasks leaves by its price, and a task whose replica has no room for too long goes to another. Decides nothing itself.
 """
@@ -9,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
 
-from tiderl.data.events import Event, KvRetention, TaskMigrated, TaskPaused, TaskResumed
+from tiderl.data.events import Event
+from tiderl.data.pools import PoolBook
 from tiderl.data.records import TaskKey
 from tiderl.data.turns import TurnResult
+from tiderl.runtime.kv_events import migrated, paused, resumed, retention
 from tiderl.runtime.ports import Engine, EnvironmentHandle
 from tiderl.schedule.holding import Departure
 from tiderl.schedule.pool import TaskPool, Verdict
@@ -24,64 +23,6 @@ from tiderl.schedule.tasks import KvRules
 
 Left = Callable[[float | None], None]
 """Told that a task leaves and, when it is over, how long it lived in seconds."""
-
-
-class Seat(Protocol):
-    """What a player asks around each of its turns."""
-
-    @property
-    def engine(self) -> Engine:
-        """Where the next turn runs; it may be another one after `enter`."""
-
-    @property
-    def priority(self) -> float:
-        """In the engine's queue, and in what its KV is worth there; larger first."""
-
-    async def enter(self, context_tokens: int, max_new_tokens: int, handle: EnvironmentHandle) -> None:
-        """Returns when a turn with this context may run."""
-
-    def ended(self, result: TurnResult, context_tokens: int) -> None:
-        """The turn ended; the context is `context_tokens` long now."""
-
-    def over(self) -> None:
-        """The task came to its own end: its KV is not needed any more. Before `close`, or not at all."""
-
-    def close(self) -> None:
-        """Gives the place up, whatever happened. Idempotent."""
-
-
-class FixedSeat:
-    """One engine, no questions."""
-
-    def __init__(self, key: TaskKey, engine: Engine, priority: float) -> None:
-        self.key, self.engine, self.priority = key, engine, priority
-
-    async def enter(self, context_tokens: int, max_new_tokens: int, handle: EnvironmentHandle) -> None:
-        pass
-
-    def ended(self, result: TurnResult, context_tokens: int) -> None:
-        pass
-
-    def over(self) -> None:
-        self.engine.release(self.key)
-
-    def close(self) -> None:
-        self.engine.release(self.key)
-
-
-@dataclass(frozen=True)
-class PoolBook:
-    """What the pool of one replica says of itself. Tokens are KV positions."""
-
-    is_open: bool
-    """Turns can run there."""
-    budget_tokens: int
-    used_tokens: int
-    """Charged to tasks, each group's prompt once."""
-    tasks: int
-    """In flight there."""
-    waiting: Mapping[TaskKey, int]
-    """Tasks that wait for room, and the most that their next turn can need."""
 
 
 class TaskSeats:
@@ -184,17 +125,7 @@ class TaskSeats:
                 waiter = self._waiting[replica].pop(key)
                 seat.replica = to
                 self._seats[to][key], self._waiting[to][key] = seat, waiter
-                self._emit(
-                    TaskMigrated(
-                        t_s=now_s,
-                        split=key.split,
-                        prompt_id=key.prompt_id,
-                        member=key.member,
-                        from_replica=replica,
-                        to_replica=to,
-                        reason="lost" if not pool.open else "no_room",
-                    )
-                )
+                self._emit(migrated(key, replica, to, "no_room" if pool.open else "lost", now_s))
                 self._moved(key, replica, to)
                 self.apply(to, pool.transfer(key, self.pools[to], now_s))
             if len(pool) < before:
@@ -269,16 +200,7 @@ class TaskSeats:
             self.apply(seat.replica, verdict)
             return
         waiter = self._waiting[seat.replica][key] = asyncio.get_running_loop().create_future()
-        self._emit(
-            TaskPaused(
-                t_s=_now(),
-                split=key.split,
-                prompt_id=key.prompt_id,
-                member=key.member,
-                replica=seat.replica,
-                reason="no_room" if pool.open else "lost",
-            )
-        )
+        self._emit(paused(key, seat.replica, "no_room" if pool.open else "lost", _now()))
         self.apply(seat.replica, verdict)
         self._changed()
         try:
@@ -290,37 +212,14 @@ class TaskSeats:
             raise
         finally:
             self._waiting[seat.replica].pop(key, None)
-        self._emit(
-            TaskResumed(
-                t_s=_now(), split=key.split, prompt_id=key.prompt_id, member=key.member, replica=seat.replica
-            )
-        )
+        self._emit(resumed(key, seat.replica, _now()))
         self._report_wait(seat)
 
     def _report_wait(self, seat: TaskSeat) -> None:
         """What became of the task's KV while it waited, where memory had a price."""
-        now_s = _now()
-        outcome = self.pools[seat.replica].outcome(seat.key, now_s)
-        if outcome is None:
-            return
-        self._emit(
-            KvRetention(
-                t_s=now_s,
-                split=seat.key.split,
-                prompt_id=seat.key.prompt_id,
-                member=seat.key.member,
-                replica=seat.replica,
-                choice=outcome.choice,
-                tokens=outcome.tokens,
-                waited_s=outcome.waited_s,
-                held_s=outcome.held_s,
-                hold_s=outcome.price.hold_s,
-                token_second=outcome.price.token_second,
-                back_token_s=outcome.price.back_token_s,
-                cost_s=outcome.cost_s,
-                clairvoyant_s=outcome.clairvoyant_s,
-            )
-        )
+        outcome = self.pools[seat.replica].outcome(seat.key, _now())
+        if outcome is not None:
+            self._emit(retention(seat.key, seat.replica, outcome, _now()))
 
     def ended(self, seat: TaskSeat, result: TurnResult, context_tokens: int) -> None:
         pool, now_s = self.pools[seat.replica], _now()

@@ -30,7 +30,7 @@ from tiderl.data.turns import Sampling, Turn, TurnResult
 from tiderl.data.window import ImageWindow
 from tiderl.runtime.ports import EnvironmentHandle, Environments, Renderer
 from tiderl.runtime.record import TokenRecord
-from tiderl.runtime.seats import Seat
+from tiderl.runtime.seat import Seat
 
 SCORE_ATTEMPTS = 3
 """A verifier fault is scored again up to this often before the trajectory is dropped (architecture §8)."""
@@ -83,6 +83,7 @@ class TaskPlayer:
                 self.seat.over()
                 return await self._finish(handle, ending)
             finally:
+                self.seat.close()  # its environment may be long in closing, and others wait for the room
                 await handle.close()
         finally:
             self.seat.close()

@@ -152,6 +152,8 @@ class Training:
         self.restorer = TrainerRestorer(ports, self._redo, wakeup, emit, self.doing)
         self.reported_updates = 0
         """The newest update whose commit is among the events."""
+        self.last_step_s = (0.0, 0.0)
+        """Of the newest update: the wait for its data, and the work."""
         self.waiting = False
         self.stopping = False
 
@@ -266,6 +268,7 @@ class Training:
         self, update: int, batch: Sequence[Group], stats: Sequence[UpdateStats], waited_s: float, seconds: float
     ) -> None:
         """The update is committed."""
+        self.last_step_s = (waited_s, seconds)
         self._emit_committed(update, batch, stats, waited_s, seconds)
         self.buffer.consume(batch)
         self.wakeup.notify()

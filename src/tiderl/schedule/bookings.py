@@ -84,16 +84,18 @@ class Bookings:
 
     def peak_tokens(self, kind: str, group: Hashable, context_tokens: int, tasks: int) -> float:
         """The most that the pool will hold with so many more tasks with such a first context: mean and `z` standard
-        deviations."""
+        deviations; where pausing is cheap, the mean of now and the next step."""
         tokens = self._charges.own_tokens(group, context_tokens)
         self._population(kind)
         shares = [self._share(name) for name in self._populations]
         newcomers = np.zeros((len(shares), 3))
         newcomers[list(self._populations).index(kind)] = (tasks, tasks * tokens, tasks * tokens * tokens)
         mean, variance = forecast(shares, newcomers)
-        # Where bringing KV back costs less than leaving room idle for a turn, what comes later can be paused then.
-        steps = SOON if self._price().hold_s < self._rates.active_s else None
-        return peak(mean[:steps], variance[:steps], self._z) + self._charges.prompt_tokens
+        z, steps = self._z, None
+        if self._price().hold_s < self._rates.active_s:
+            # Bringing KV back costs less than leaving room idle for a turn: who does not fit later is paused then.
+            z, steps = 0.0, SOON
+        return peak(mean[:steps], variance[:steps], z) + self._charges.prompt_tokens
 
     def _population(self, kind: str) -> Population:
         population = self._populations.get(kind)

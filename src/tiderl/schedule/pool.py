@@ -101,8 +101,9 @@ class TaskPool:
 
     def price(self) -> Price:
         """Of this moment, with others queueing."""
-        elasticity = self.rates.elasticity(self.active, self.max_batch)
-        return Price(memory_price(self.budget_tokens, elasticity), self.rates.compute_token_s, self.reload_token_s)
+        rates = self.rates
+        token_second = memory_price(self.budget_tokens, rates.elasticity(self.active, self.max_batch))
+        return Price(token_second, rates.recompute_token_s(len(self)), self.reload_token_s)
 
     def expected_first_tokens(self, kind: str, group: Hashable) -> float | None:
         """Context of a first turn: the group's own where a member has begun, else its kind's; None: nothing known."""
@@ -252,10 +253,12 @@ class TaskPool:
             if self._make_room(head, now_s, departures, everything=aged or self.active == 0):
                 self._start(head, go)
                 continue
+            used_tokens = self.used_tokens
             if not aged:
                 for other in self._ready.behind(head, self._fits):
                     self._start(other, go)
-            break
+            if self.used_tokens >= used_tokens:
+                break  # else a context has become shorter, and the head may fit now
         return Verdict(tuple(go), tuple(departures))
 
     def _fits(self, resident: Resident) -> bool:

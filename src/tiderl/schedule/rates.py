@@ -89,6 +89,11 @@ class EngineRates:
         self._refresh()
         return self._compute_token_s
 
+    def recompute_token_s(self, tasks: int) -> float:
+        """What computing one token again takes from all tasks in flight, in engine seconds. While the engine is busy
+        they all wait for it; while it is idle only the one does, whose part of the throughput is one of `tasks`."""
+        return self.compute_token_s * (1.0 - self._idle * (1.0 - 1.0 / max(1, tasks)))
+
     def elasticity(self, running: float, max_batch: int = 0) -> float:
         """d ln(turns per second) / d ln(turns that run) with `running` of them, from 0 to 1. 1 while not known.
         `max_batch`: as many run at a time, the others wait in the engine; 0: all."""

@@ -17,8 +17,8 @@ from tiderl.data.shared_weights import SUFFIX, SharedTensor, SharedWeights, enco
 
 
 def share(version: int, weights: Mapping[str, Any], directory: Path) -> WeightHandle:
-    """Write how to open `weights` (names -> CUDA tensors of one device). The caller keeps them alive and unchanged until
-    the version is discarded. Raises `CheckpointError` where the disk refuses."""
+    """Write how to open `weights` (names -> CUDA tensors of one device). The caller keeps them alive and unchanged
+    until the version is discarded. Raises `CheckpointError` where the disk refuses."""
     import torch
 
     tensors = tuple(_shared(name, tensor.detach().contiguous()) for name, tensor in weights.items())

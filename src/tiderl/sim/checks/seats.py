@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tiderl.data.events import (
     Dropped,
@@ -27,11 +27,12 @@ from tiderl.data.events import (
     TurnFinished,
     VersionLoaded,
 )
+from tiderl.data.pools import PoolBook
 from tiderl.data.records import TaskKey
 from tiderl.data.settings import RunSettings
-from tiderl.data.turns import EngineCapabilities, Turn, TurnResult
-from tiderl.runtime.seats import PoolBook
+from tiderl.data.turns import Turn, TurnResult
 from tiderl.sim.checks.events import EventBook
+from tiderl.sim.checks.running import Replica
 
 Place = tuple[str, int, int]
 """Split, prompt and member: what a pause names."""
@@ -46,27 +47,14 @@ class Wait:
 
     replica: int
     since_s: float
+    here_s: float
+    """When it came to this replica."""
     ahead: int
     """Tasks that waited there before it, at any moment of its wait."""
     excused: bool = False
     """Its rank was away meanwhile."""
     longest_s: float = 0.0
     """That a turn took where it waited before."""
-
-
-@dataclass
-class Replica:
-    """What runs on one replica, and how long turns took there."""
-
-    capabilities: EngineCapabilities
-    running: dict[TaskKey, tuple[int, float]] = field(default_factory=dict)
-    """Task to the length of its turn's context, and since when it runs."""
-    longest_s: float = 0.0
-    outgrown_s: float = math.inf
-    """Since when more is charged than there is: turns have said more than was expected of them."""
-
-    def longest_until(self, now_s: float) -> float:
-        return max(self.longest_s, *(now_s - since_s for _, since_s in self.running.values()), 0.0)
 
 
 class SeatBook:
@@ -84,8 +72,6 @@ class SeatBook:
         self.lives: Counter[Place] = Counter()
         self.unclear: set[Place] = set()
         """Of two evaluations at once: their events cannot be told apart."""
-        self.first: dict[TaskKey, int] = {}
-        """Context of a task's first turn."""
         self.newest: dict[Place, int] = {}
         """The version of a training task's newest token."""
         self.holds: dict[Place, int] = {}
@@ -95,15 +81,13 @@ class SeatBook:
 
     def asks(self, replica: int, turn: Turn, now_s: float) -> None:
         book, place, where = self.books().get(replica), _place(turn.task), self.replicas[replica]
-        if turn.turn == 0:
-            self.first.setdefault(turn.task, len(turn.ids))
-        where.running[turn.task] = (len(turn.ids), now_s)
+        where.starts(turn, now_s)
         self.holds.pop(place, None)
         if book is None or place in self.unclear or not self.alive():
             return
         require, name = self.findings.require, f"a turn of {turn.task}"
         require(place not in self.waits, "I4", f"{name} starts, which is paused")
-        needed, room = self._needed(where), where.capabilities.kv_budget_tokens or book.budget_tokens
+        needed, room = where.needed_tokens(), where.capabilities.kv_budget_tokens or book.budget_tokens
         require(needed <= room, "I4", f"turns with {needed} tokens run in {room}")
         outgrown = book.used_tokens > book.budget_tokens and now_s > where.outgrown_s
         require(not outgrown, "I4", f"{name} starts with {book.used_tokens} of {book.budget_tokens} tokens charged")
@@ -111,21 +95,10 @@ class SeatBook:
         mine_s = since_s if now_s - ended_s <= SAME_MOMENT_S else now_s
         patience_s = self.settings.patience_s
         for other, wait in self.waits.items():
-            waits_here = wait.replica == replica and any(_place(key) == other for key in book.waiting)
+            waits_here = wait.replica == replica and wait.here_s < now_s and other in map(_place, book.waiting)
             passed_by = waits_here and now_s - wait.since_s > patience_s + SAME_MOMENT_S and wait.since_s < mine_s
             require(not passed_by, "I4", f"{name} starts before {other}, which waits since {wait.since_s:.6g} s")
         self.look(now_s)
-
-    def _needed(self, where: Replica) -> int:
-        """Positions that the running turns need at least: what a group begins with, once."""
-        lengths = {key: tokens for key, (tokens, _) in where.running.items()}
-        if not where.capabilities.shares_prompts:
-            return sum(lengths.values())
-        begins: dict[tuple[str, int], int] = {}
-        for key in lengths:
-            group = (key.split, key.prompt_id)
-            begins[group] = max(begins.get(group, 0), self.first.get(key, 0))
-        return sum(begins.values()) + sum(max(0, n - self.first.get(key, 0)) for key, n in lengths.items())
 
     def answered(self, replica: int, result: TurnResult) -> None:
         place = _place(result.task)
@@ -135,9 +108,7 @@ class SeatBook:
 
     def over(self, replica: int, task: TaskKey, now_s: float) -> None:
         """A turn ended, whichever way."""
-        where = self.replicas[replica]
-        _, since_s = where.running.pop(task, (0, now_s))
-        where.longest_s = max(where.longest_s, now_s - since_s)
+        self.replicas[replica].ends(task, now_s)
 
     # ------------------------------------------------------------------ events
 
@@ -167,7 +138,7 @@ class SeatBook:
             case RankLostEvent() | RankBack():
                 self._rank(event)
             case VersionLoaded():
-                self._loaded(event.replica)
+                self.loads(event.replica)
             case RunEnded():
                 self._run_ended(event)
         self.look(event.t_s)
@@ -197,7 +168,7 @@ class SeatBook:
             return
         self.findings.require(place not in self.waits, "I4", f"{place} is paused twice")
         ahead = sum(wait.replica == event.replica for wait in self.waits.values())
-        self.waits[place] = Wait(event.replica, event.t_s, ahead, excused=event.reason == "lost")
+        self.waits[place] = Wait(event.replica, event.t_s, event.t_s, ahead, excused=event.reason == "lost")
 
     def _resumed(self, event: TaskResumed) -> None:
         place = _place_of(event)
@@ -232,8 +203,10 @@ class SeatBook:
         if wait is None:
             self.findings.wrong("I4", f"{place} migrates, and was not paused")
             return
+        if event.reason == "lost":
+            self._excuse(wait)
         wait.longest_s = max(wait.longest_s, self.replicas[wait.replica].longest_until(event.t_s))
-        wait.replica = to
+        wait.replica, wait.here_s = to, event.t_s
         others = [other for other in self.waits.values() if other.replica == to and other is not wait]
         wait.ahead += sum(other.since_s <= wait.since_s for other in others)
         for other in others:
@@ -247,17 +220,21 @@ class SeatBook:
         replicas = [replica for replica, ranks in self.events.engine_ranks.items() if event.rank in ranks]
         waits = [wait for wait in self.waits.values() if wait.replica in replicas]
         for wait in waits:
-            wait.excused = True
+            self._excuse(wait)
         held = [place for place, replica in self.holds.items() if replica in replicas]
         for place in held:
             del self.holds[place]
-        if isinstance(event, RankLostEvent):
-            if waits:
-                self.findings.saw("a rank lost while a task is paused")
-            if held:
-                self.findings.saw("a rank lost while a task holds KV")
+        if held and isinstance(event, RankLostEvent):
+            self.findings.saw("a rank lost while a task holds KV")
 
-    def _loaded(self, replica: int) -> None:
+    def _excuse(self, wait: Wait) -> None:
+        """Its rank is away."""
+        if not wait.excused:
+            wait.excused = True
+            self.findings.saw("a rank lost while a task is paused")
+
+    def loads(self, replica: int) -> None:
+        """It begins to load weights, or has them."""
         if any(wait.replica == replica for wait in self.waits.values()):
             self.findings.saw("weights loaded while a task is paused")
 
@@ -273,7 +250,8 @@ class SeatBook:
         for replica, book in self.books().items():
             if not book.is_open:
                 for wait in self.waits.values():
-                    wait.excused |= wait.replica == replica
+                    if wait.replica == replica:
+                        self._excuse(wait)
             where = self.replicas[replica]
             if book.used_tokens <= book.budget_tokens:
                 where.outgrown_s = math.inf

@@ -14,7 +14,8 @@ from tiderl.data.records import Action, Observation, Prompt, Split, Step, TaskKe
 from tiderl.data.turns import EngineStats, PauseMode, Turn, TurnResult
 from tiderl.runtime.ports import Engine, EnvironmentHandle, Environments
 from tiderl.sim.checks.report import Findings
-from tiderl.sim.checks.seats import Replica, SeatBook
+from tiderl.sim.checks.running import Replica
+from tiderl.sim.checks.seats import SeatBook
 
 NOT_LOADED = -1
 
@@ -144,6 +145,7 @@ class WatchedEngine:
             handle.version >= self._asked, "I2", f"replica {self.replica} goes back to version {handle.version}"
         )
         self._asked = handle.version
+        self._seats.loads(self.replica)
         await self._inner.load_weights(handle)
         self._known = handle.version
 

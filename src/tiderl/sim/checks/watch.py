@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tiderl.data.events import Event, UpdateCommitted
+from tiderl.data.pools import PoolBook
 from tiderl.data.records import Trajectory
 from tiderl.data.settings import RunSettings
 from tiderl.runtime.ports import (
@@ -23,7 +24,6 @@ from tiderl.runtime.ports import (
     Replay,
     Update,
 )
-from tiderl.runtime.seats import PoolBook
 from tiderl.sim.checks.events import EventBook
 from tiderl.sim.checks.journal import JournalBook
 from tiderl.sim.checks.report import Findings

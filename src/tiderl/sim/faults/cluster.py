@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from tiderl.data.records import TaskKey
 from tiderl.runtime.ports import Actor, Cluster, Engine, Ports, RankChange, Reference, Update
 from tiderl.sim.faults.engine import FaultyEngine
 from tiderl.sim.faults.environments import FaultyEnvironments
@@ -39,6 +40,8 @@ class FaultyCluster:
         """Of these, the ones that would be back."""
         self._losses: Counter[int] = Counter()
         self._closed = False
+        self._places: dict[TaskKey, int] = {}
+        """Where each task's newest turn ran."""
         self.engine_ranks: Mapping[int, tuple[int, ...]] = inner.engine_ranks
         self._faulty = {replica: self._engine(replica, engine) for replica, engine in inner.engines.items()}
         self.engines: Mapping[int, Engine] = self._faulty
@@ -55,7 +58,13 @@ class FaultyCluster:
     def _engine(self, replica: int, engine: Engine) -> FaultyEngine:
         rank = self.engine_ranks[replica][0]
         crash, losses = lambda: self.crash(rank, "engine_crash"), lambda: self._losses[rank]
-        return FaultyEngine(engine, self._dice, crash, losses)
+        return FaultyEngine(engine, self._dice, crash, losses, self._places)
+
+    def pauses(self, key: TaskKey) -> None:
+        """The task waits for room on its replica."""
+        replica = self._places.get(key)
+        if replica is not None and self._dice.strikes("crash_at_pause"):
+            self.crash(self.engine_ranks[replica][0], "crash_at_pause")
 
     def crash(self, rank: int, fault: str) -> None:
         """The rank's process dies now, and comes back after a delay."""
@@ -99,11 +108,12 @@ class FaultyCluster:
 
 def with_faults(ports: Ports, dice: Dice, damage: Damage, life: DriverLife, *, checkpoints_kept: int) -> Ports:
     """The ports of one driver, failing by the dice's plan; `ports.cluster` must be able to lose ranks."""
-    cluster: Losable = ports.cluster  # type: ignore[assignment]
+    losable: Losable = ports.cluster  # type: ignore[assignment]
+    cluster = FaultyCluster(losable, dice, damage, checkpoints_kept=checkpoints_kept)
     return replace(
         ports,
-        cluster=FaultyCluster(cluster, dice, damage, checkpoints_kept=checkpoints_kept),
-        environments=FaultyEnvironments(ports.environments, dice),
+        cluster=cluster,
+        environments=FaultyEnvironments(ports.environments, dice, cluster.pauses),
         ledger=FaultyLedger(ports.ledger, life),
         blobs=FaultyBlobs(ports.blobs, life),
         recorder=MortalRecorder(ports.recorder, life),

@@ -22,10 +22,19 @@ FAILED_LOADS_IN_A_ROW = 3
 
 
 class FaultyEngine:
-    """`crash()` takes the replica's process down, `losses()` counts how often; its return is the cluster's business."""
+    """`crash()` takes the replica's process down, `losses()` counts how often; its return is the cluster's business.
+    `places`: where each task's newest turn ran, of all replicas."""
 
-    def __init__(self, inner: Engine, dice: Dice, crash: Callable[[], None], losses: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        inner: Engine,
+        dice: Dice,
+        crash: Callable[[], None],
+        losses: Callable[[], int],
+        places: dict[TaskKey, int],
+    ) -> None:
         self._inner, self._dice, self._crash, self._losses = inner, dice, crash, losses
+        self._places = places
         self.replica, self.capabilities = inner.replica, inner.capabilities
         self._slow_factor, self._slow_until_s = 1.0, 0.0
         self._deaf_until_s = 0.0
@@ -56,6 +65,7 @@ class FaultyEngine:
             turn = msgspec.structs.replace(turn, retain=False)
         started_s = loop.time()
         self._pending[turn.task] = turn.turn
+        self._places[turn.task] = self.replica
         self._kept.pop(turn.task, None)
         self._offloaded.pop(turn.task, None)
         try:
@@ -65,7 +75,7 @@ class FaultyEngine:
         if turn.retain:
             self._kept[turn.task] = None
         if loop.time() < self._slow_until_s:
-            await self._delay((loop.time() - started_s) * (self._slow_factor - 1.0))
+            await self._delay(dice.slowed_s(loop.time() - started_s, self._slow_factor))
         return result
 
     async def _delay(self, seconds: float) -> None:

@@ -7,7 +7,7 @@ no simulated environment, only the port.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tiderl.data.errors import (
     EnvironmentNonsense,
@@ -22,10 +22,10 @@ from tiderl.sim.faults.plan import Dice
 
 
 class FaultyEnvironments:
-    """`inner`, with handles that fail."""
+    """`inner`, with handles that fail. `pauses(key)` hears of tasks that pause."""
 
-    def __init__(self, inner: Environments, dice: Dice) -> None:
-        self._inner, self.dice = inner, dice
+    def __init__(self, inner: Environments, dice: Dice, pauses: Callable[[TaskKey], None] = lambda key: None) -> None:
+        self._inner, self.dice, self.pauses = inner, dice, pauses
         self.slots, self.has_expert = inner.slots, inner.has_expert
         self.worker_losses = 0
         self.poisoned: dict[tuple[str, int, int], bool] = {}
@@ -90,6 +90,7 @@ class FaultyHandle:
 
     async def pause(self) -> None:
         self._fail_to_pause()
+        self._owner.pauses(self._key)
         await self._inner.pause()
 
     async def resume(self) -> None:

@@ -42,12 +42,13 @@ FAULTS: Mapping[str, FaultKind] = {
         FaultKind("late_completion", "a cancelled turn goes on in its engine to its end", "turn", (0.2, 1.0)),
         FaultKind("kv_hint_ignored", "the engine ignores what it is told of a task's KV", "hint", (0.1, 1.0)),
         FaultKind("kv_hints_unheard", "a replica hears no hint at all for a while", "hint", (0.02, 0.2)),
+        FaultKind("crash_at_pause", "the replica of a task dies as the task pauses", "pause", (0.1, 0.6)),
         FaultKind("kv_dropped", "an engine drops what it was to keep for waiting tasks", "turn", (0.02, 0.3)),
         FaultKind("offload_lost", "all KV in a replica's host memory is lost", "offload", (0.05, 0.5)),
         FaultKind("turn_outgrows", "a turn says 2 to 20 times as much as it would", "turn", (0.01, 0.2)),
         FaultKind("reorder", "what becomes ready at one instant runs in another order", "pass of the loop", (0.1, 1.0)),
         FaultKind("env_crash", "an environment raises", "reset or step", (0.003, 0.1)),
-        FaultKind("env_hang", "an environment does not answer within its deadline", "reset or step", (0.001, 0.01)),
+        FaultKind("env_hang", "an environment does not answer within its deadline", "reset or step", (0.002, 0.02)),
         FaultKind("env_never_returns", "it hangs, and its slot comes back late", "reset or step", (0.001, 0.01)),
         FaultKind("env_slow", "an environment takes longer", "reset or step", (0.01, 0.2)),
         FaultKind("env_garbage", "an environment answers nonsense", "reset or step", (0.002, 0.03)),
@@ -105,6 +106,8 @@ ENABLED_FRACTION = 0.35
 """Of the faults, in each run of a swarm: a random subset finds more than all at once (Groce et al., ISSTA 2012)."""
 CALM_AFTER = (0.3, 1.5)
 """When calm comes, in durations of the undisturbed run."""
+SLOWED_AT_MOST = 10.0
+"""Typical delays that one slow call may take longer: else a long one outlives every calm."""
 DELAY = (0.02, 3.0)
 """Delays, absences and repairs, in typical delays of the run, evenly in the logarithm."""
 
@@ -168,6 +171,10 @@ class Dice:
     def factor(self, name: str) -> float:
         """How many times slower: 2 to 20, evenly in the logarithm."""
         return float(np.exp(self._streams[name].uniform(math.log(2.0), math.log(20.0))))
+
+    def slowed_s(self, seconds: float, factor: float) -> float:
+        """How much longer a call of so many seconds takes, `factor` times as slow."""
+        return min(seconds * (factor - 1.0), SLOWED_AT_MOST * self.plan.delay_s)
 
     def chance(self, name: str) -> float:
         """An even draw from [0, 1) that belongs to the fault."""

@@ -37,7 +37,7 @@ class TrainingCalls:
         started_s, losses = loop.time(), self.losses()
         result = await work()
         if dice.strikes("straggler"):
-            await asyncio.sleep((loop.time() - started_s) * (dice.factor("straggler") - 1.0))
+            await asyncio.sleep(dice.slowed_s(loop.time() - started_s, dice.factor("straggler")))
         if self.losses() != losses:
             raise RankLost("the rank's process died before it answered")
         return result

@@ -1,0 +1,172 @@
+"""The pool of a replica, rule by rule, with values by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.pool_play import CONTEXT, MAX_TURNS, admitted, pool_of, train
+
+from tiderl.data.errors import InvariantViolation, RequestTooLarge
+from tiderl.data.records import TaskKey
+from tiderl.schedule.pool import TaskPool, Verdict
+
+
+def turn(pool: TaskPool, key: TaskKey, context: int, said: int, now_s: float) -> None:
+    """A whole turn, which had room."""
+    assert key in pool.ask(key, context, said, now_s).go
+    pool.ended(key, context + said, said, now_s)
+
+
+def test_a_turn_that_no_pool_can_hold_is_refused_and_changes_nothing() -> None:
+    pool = pool_of(64, block_tokens=16)
+    admitted(pool, train(0))
+    with pytest.raises(RequestTooLarge, match="a turn of 65 tokens never fits 64 tokens of KV"):
+        pool.ask(train(0), 60, 5, 0.0)
+    assert pool.ask(train(0), 60, 4, 0.0).go == (train(0),)
+    assert pool.used_tokens == 64
+
+
+def test_events_that_cannot_be_are_refused() -> None:
+    pool = pool_of(128)
+    admitted(pool, train(0))
+    with pytest.raises(InvariantViolation, match="in flight already"):
+        admitted(pool, train(0))
+    with pytest.raises(InvariantViolation, match="did not run"):
+        pool.ended(train(0), 10, 1, 0.0)
+    pool.ask(train(0), 20, 5, 0.0)
+    with pytest.raises(InvariantViolation, match="asks for a turn and is active"):
+        pool.ask(train(0), 20, 5, 0.0)
+    with pytest.raises(InvariantViolation, match="is active and does not wait for room"):
+        pool.transfer(train(0), pool_of(128), 0.0)
+
+
+def test_what_a_group_begins_with_is_charged_once_on_each_replica() -> None:
+    pools = [pool_of(192, block_tokens=4, shares_prompts=True) for _ in range(2)]
+    for number, pool in enumerate(pools):
+        admitted(pool, *(train(member) for member in range(3 - number)))
+        for member in range(3 - number):
+            pool.ask(train(member), 42, 6, 0.0)
+    # Of 42 tokens 40 are whole blocks without the last; beside them each has 8 positions, two blocks.
+    assert [pool.used_tokens for pool in pools] == [40 + 3 * 8, 40 + 2 * 8]
+    pools[0].leave(train(0), finished=True)
+    pools[0].leave(train(1), finished=True)
+    assert pools[0].used_tokens == 40 + 8
+    pools[0].leave(train(2), finished=True)
+    assert [pool.used_tokens for pool in pools] == [0, 40 + 2 * 8]
+
+
+def test_who_gives_way_is_charged_nothing_and_the_whole_when_it_comes_back() -> None:
+    pool = pool_of(CONTEXT, 1e-3, reload_token_s=1e-4)
+    admitted(pool, train(0), train(1))
+    turn(pool, train(0), 40, 20, 0.0)
+    (departure,) = (verdict := pool.ask(train(1), 50, 10, 100.0)).departures
+    assert (departure.key, departure.choice, departure.tokens, departure.ready) == (train(0), "offload", 60, False)
+    assert verdict.go == (train(1),) and pool.used_tokens == 60
+    assert pool.ask(train(0), 70, 10, 101.0).go == ()
+    pool.ended(train(1), 60, 10, 102.0)
+    pool.leave(train(1), finished=True)
+    assert pool.pump(102.0).go == (train(0),)
+    assert pool.used_tokens == 80
+    outcome = pool.outcome(train(0), 102.0)
+    assert outcome is not None
+    assert (outcome.choice, outcome.tokens, outcome.waited_s, outcome.held_s) == ("offload", 60, 102.0, 100.0)
+
+
+def test_kv_that_is_void_is_credited_and_has_no_outcome() -> None:
+    pool = pool_of(CONTEXT, 1e-3)
+    admitted(pool, train(0), train(1), train(2))
+    turn(pool, train(0), 30, 10, 0.0)
+    turn(pool, train(1), 30, 10, 0.0)
+    pool.ask(train(2), 40, 10, 100.0)  # needs 50 of 56 that would be free beside one of them
+    assert pool.outcome(train(1), 100.0) is not None
+    pool.void()
+    assert pool.used_tokens == 50, "what runs stays charged"
+    assert pool.ask(train(1), 40, 6, 101.0).go == (train(1),)
+    assert pool.outcome(train(1), 101.0) is None
+
+
+def test_who_moves_keeps_its_age_and_takes_no_kv_along() -> None:
+    here, there = pool_of(CONTEXT, 1e-3), pool_of(CONTEXT, 1e-3)
+    admitted(here, train(0), train(1))
+    admitted(there, train(8), train(9))
+    here.ask(train(0), 80, 10, 0.0)
+    there.ask(train(8), 80, 10, 0.0)
+    here.ask(train(1), 50, 10, 1.0)
+    there.ask(train(9), 50, 10, 2.0)
+    assert here.transfer(train(1), there, 2.5) == Verdict()
+    there.ended(train(8), 90, 10, 4.5)
+    there.leave(train(8), finished=True)
+    assert there.pump(4.5).go == (train(1),), "the oldest, of which nobody thought that it came last"
+    assert (len(here), here.used_tokens, there.used_tokens) == (1, 90, 60)
+
+
+def test_growth_is_what_a_turn_adds_in_all_and_an_interrupted_turn_is_one() -> None:
+    pool = pool_of(192)
+    admitted(pool, train(0))
+    pool.ask(train(0), 20, 10, 0.0)
+    pool.ended(train(0), 24, 4, 1.0, interrupted=True)
+    pool.ask(train(0), 24, 6, 1.0)
+    pool.ended(train(0), 29, 5, 2.0)
+    growth = pool.kinds["train:web"].growth
+    assert (list(growth._said._values), list(growth._grown._values)) == ([9], [])
+    pool.ask(train(0), 33, 10, 5.0)
+    assert (list(growth._first._values), list(growth._grown._values)) == ([20], [13])
+    assert list(pool.kinds["train:web"].waits._waits) == [3.0]
+
+
+def test_one_task_always_fits_an_empty_pool_and_many_only_by_the_forecast() -> None:
+    pool = pool_of(CONTEXT)
+    assert pool.room_for("train:web", CONTEXT)
+    assert not pool.room_for("train:web", CONTEXT, 2)
+
+
+def test_nobody_is_admitted_while_others_wait_or_the_batch_is_full() -> None:
+    pool = pool_of(1000, max_batch=2)
+    admitted(pool, train(0))
+    assert pool.room_for("train:web", 20.0)
+    admitted(pool, train(1))
+    assert not pool.room_for("train:web", 20.0), "two tasks will run, and no more can"
+    pool = pool_of(CONTEXT)
+    admitted(pool, train(0), train(1))
+    pool.ask(train(0), 80, 10, 0.0)
+    pool.ask(train(1), 20, 10, 0.0)
+    assert not pool.room_for("train:web", 1.0)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    contexts=st.lists(st.integers(1, 60), min_size=1, max_size=8),
+    newcomer=st.integers(1, 60),
+    tasks=st.integers(1, 3),
+    z=st.sampled_from([0.0, 1.0, 2.5]),
+    budget=st.integers(100, 900),
+    shares=st.booleans(),
+)
+def test_room_is_there_exactly_when_mean_and_deviations_of_everybody_fit(
+    contexts: list[int], newcomer: int, tasks: int, z: float, budget: int, shares: bool
+) -> None:
+    """Summed task by task, each with its own chances; a group of two here, and what it shares once."""
+    pool = pool_of(10_000, growth_z=z, shares_prompts=shares)
+    for number, context in enumerate(contexts):
+        admitted(pool, train(number, group=number // 2))
+        turn(pool, train(number, group=number // 2), context, 5, 0.0)
+    tables = pool.kinds["train:web"].growth.tables()
+    firsts = {number // 2: context for number, context in reversed(list(enumerate(contexts)))}
+    shared = {group: first - 1 if shares else 0 for group, first in firsts.items()}
+    own = [(1, max(1, context + 5 - shared[number // 2])) for number, context in enumerate(contexts)]
+    own += [(0, newcomer)] * tasks
+    peaks = []
+    for h in range(MAX_TURNS):
+        mean = variance = 0.0
+        for turns, tokens in own:
+            p, then = float(tables.alive[h, turns]), tokens + float(tables.grown_tokens[h])
+            mean += p * then
+            variance += p * (1 - p) * then**2 + p * float(tables.grown_variance[h])
+        peaks.append(mean + z * math.sqrt(max(variance, 0.0)))
+    needed = max(peaks) + sum(shared.values())
+    pool.budget_tokens = budget
+    if abs(needed - budget) > 1e-6:
+        assert pool.room_for("train:web", newcomer, tasks) == (needed <= budget)
