@@ -186,7 +186,7 @@ class KeepsLost(Run):
 CRASHES = "{engine_crash: 0.03}"
 MUTANTS = [
     (EarlyPublisher, "published before its update is committed", 3, BUILTIN, "none"),
-    (TwiceRedone, "holds the updates", 20, BUILTIN, "none"),
+    (TwiceRedone, "holds the updates", 60, BUILTIN, "none"),
     (WithoutFeasibility, "I3", 60, FILE, "none"),
     (ForgetsRole, "I5", 10, BUILTIN, "none"),
     (KeepsLost, "liveness", 20, FILE, CRASHES),
