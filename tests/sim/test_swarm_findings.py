@@ -214,6 +214,42 @@ def test_an_empty_replica_loads_nothing_older_than_what_its_surviving_tasks_have
     assert cluster.engines[0].loaded == [0, 3, *reloaded]
 
 
+def test_an_empty_replica_loads_the_version_that_its_surviving_evaluations_are_pinned_to() -> None:
+    """Version 0 is still evaluated elsewhere, 3 is published: what died here with version 1 goes on with version 1."""
+    cluster: Any = OneReplica()
+    evaluated: list[int] = []
+    publisher = Publisher(
+        cluster,
+        Wakeup(),
+        lambda event: None,
+        at_new_version="interrupt",
+        held=lambda replica, version: version in evaluated,
+        busy=lambda replica: False,
+        pinned=lambda: [0, 1],
+        evaluates=lambda replica: next(iter(evaluated), None),
+    )
+
+    async def main() -> None:
+        await publisher.publish(0)
+        pulling = asyncio.create_task(publisher.pull(0))
+        await asyncio.sleep(1.0)
+        await publisher.publish(1)
+        await asyncio.sleep(1.0)
+        evaluated.append(1)
+        await publisher.publish(3)
+        await asyncio.sleep(1.0)
+        publisher.lost(0)
+        publisher.back(0)
+        await asyncio.sleep(1.0)
+        evaluated.clear()
+        publisher.ask_all()
+        await asyncio.sleep(1.0)
+        pulling.cancel()
+
+    run_virtual(main)
+    assert cluster.engines[0].loaded == [0, 1, 1, 3]
+
+
 def test_a_task_that_is_cancelled_before_its_first_step_gives_its_slot_back() -> None:
     """All members of the first prompt fail at once, one of them for good: those that were started again in the same
     instant are cancelled before they begin. Their replica would count as busy for ever, and `sync` never load again."""

@@ -16,7 +16,7 @@ from tiderl.api.virtual import World, check_finishes, simulated_world
 from tiderl.config.load import dump
 from tiderl.config.machine import prepare
 from tiderl.config.resolve import Resolved
-from tiderl.data.errors import DeadlockError, TideError
+from tiderl.data.errors import DeadlockError
 from tiderl.data.events import Event, PromptIssued, RunStarted, TaskAdmitted, UpdateCommitted
 from tiderl.observe.account import Account
 from tiderl.runtime.run import Run
@@ -153,7 +153,7 @@ def _run(run: VirtualRun, limit_s: float | None) -> tuple[float, str | None]:
     failure = None
     try:
         run_virtual(main, reorder=reorder)
-    except TideError as error:
+    except Exception as error:  # noqa: BLE001  whatever ends a run is found out about its seed, and the others go on
         failure = f"{type(error).__name__}: {error}"
     return clock[0].time(), failure
 

@@ -65,6 +65,10 @@ class Evaluator:
     def pinned(self) -> list[int]:
         return [job.version for job in self.jobs]
 
+    def running_version(self, replica: int) -> int | None:
+        """Of the job that has tasks there."""
+        return next((job.version for job in self.jobs if job.running.get(replica)), None)
+
     def held(self, replica: int, version: int) -> bool:
         return any(job.version == version and (job.waiting or job.running.get(replica)) for job in self.jobs)
 

@@ -80,7 +80,7 @@ class Rollout:
         self.eval_tasks = dict.fromkeys(ports.cluster.engines, 0)
         self.group_tasks: dict[int, list[asyncio.Task[None]]] = {}
         self.players: dict[int, TaskPlayer] = {}  # by trajectory id
-        self.losses_known: dict[TaskKey, int] = {}  # of its replica when the task came there
+        self.losses_known: dict[tuple[int, TaskKey], int] = {}  # of a task's replica when it came there
         self.faults_in_a_row = 0
         self.groups_dropped_in_a_row = 0
         self.blocked = ""
@@ -192,7 +192,8 @@ class Rollout:
         """A task goes on elsewhere."""
         self._count(self.training_tasks, replica, -1)
         self._count(self.training_tasks, to, 1)
-        self.losses_known[key] = self.publisher.losses[to]
+        del self.losses_known[replica, key]
+        self.losses_known[to, key] = self.publisher.losses[to]
 
     def _start_member(self, tasks: asyncio.TaskGroup, group: Group, member: Member, replica: int) -> None:
         key = TaskKey("train", group.prompt_id, member.number, member.attempt)
@@ -218,12 +219,12 @@ class Rollout:
         def credit(_: asyncio.Task[None]) -> None:
             at = player.seat.engine.replica
             player.seat.close()
-            self.losses_known.pop(player.key, None)
+            del self.losses_known[at, player.key]
             self._count(tasks, at, -1)
             self.wakeup.notify()
 
         self._count(tasks, replica, 1)
-        self.losses_known[player.key] = self.publisher.losses[replica]
+        self.losses_known[replica, player.key] = self.publisher.losses[replica]
         task.add_done_callback(credit)
 
     def _player(
@@ -247,7 +248,8 @@ class Rollout:
         )
 
     def _suspect(self, player: TaskPlayer) -> None:
-        self.publisher.suspect(player.seat.engine.replica, self.losses_known[player.key])
+        at = player.seat.engine.replica
+        self.publisher.suspect(at, self.losses_known[at, player.key])
 
     async def _run_member(self, group: Group, member: Member, player: TaskPlayer) -> None:
         self.players[member.trajectory_id] = player

@@ -225,6 +225,7 @@ class Run:
             held=evaluator.held,
             busy=lambda replica: rollout.busy(replica),
             pinned=evaluator.pinned,
+            evaluates=evaluator.running_version,
         )
         rollout = Rollout(
             ports,

@@ -34,12 +34,14 @@ class Publisher:
         held: Callable[[int, int], bool],
         busy: Callable[[int], bool],
         pinned: Callable[[], list[int]],
+        evaluates: Callable[[int], int | None] = lambda replica: None,
     ) -> None:
         """`held(replica, version)`: evaluation keeps the replica there. `busy(replica)`: it runs training tasks.
-        `pinned()`: versions that wait for their evaluation, ascending."""
+        `pinned()`: versions that wait for their evaluation, ascending. `evaluates(replica)`: the version of the
+        evaluation tasks that it runs."""
         self.cluster, self.wakeup, self.emit = cluster, wakeup, emit
         self.at_new_version = at_new_version
-        self.held, self.busy, self.pinned = held, busy, pinned
+        self.held, self.busy, self.pinned, self.evaluates = held, busy, pinned, evaluates
         self.loaded = dict.fromkeys(cluster.engines, NOT_LOADED)
         self.up = dict.fromkeys(cluster.engines, True)
         self.losses = dict.fromkeys(cluster.engines, 0)
@@ -141,6 +143,9 @@ class Publisher:
     def _wanted(self, replica: int) -> int | None:
         loaded = self.loaded[replica]
         after = loaded
+        evaluated = self.evaluates(replica) if loaded == NOT_LOADED else None
+        if evaluated is not None:  # tasks that outlived its process: they keep their version (I6)
+            return evaluated if self.up[replica] and evaluated in self.handles else None
         if loaded == NOT_LOADED and self.busy(replica):
             after = self.seen[replica] - 1  # tasks that outlived its process: their tokens get no older (I6)
         newer = [version for version in (*self.pinned(), self.newest) if version > after and version in self.handles]

@@ -99,7 +99,7 @@ def draw_instance(seed: int, file: FileSize) -> tuple[str, ...]:
         "cluster.rollout_ranks": "auto",
         "rollout.max_turns": turns,
         "rollout.kv_policy": policy,
-        "rollout.kv_budget_tokens": one_of("kv", "auto", "auto", context, 2 * context),
+        "rollout.kv_budget_tokens": one_of("kv", "auto", "auto", context, min(2 * context, file.kv_capacity_tokens)),
         "checkpoint.every_updates": one_of("checkpoint", "auto", 1, 2, 3),
         "checkpoint.keep": between("keep", 1, 3),
         "eval.every_updates": between("eval", 0, 3),
@@ -125,7 +125,8 @@ def _by_task(draws: InstanceDraws, file: FileSize, turns: int, *, tasks_each: in
         weights = {name: one_of(f"weight of {name}", 0.0, 1.0, 8.0) for name in PRIORITY_WEIGHTS}
         found["rollout.priority_weights"] = weights
     first = file.first_tokens
-    if file.environment is not None and one_of("sizes", False, False, True):
+    fits = LARGE_PROMPT * first + turns * file.turn_tokens <= file.kv_capacity_tokens
+    if file.environment is not None and fits and one_of("sizes", False, False, True):
         rare = one_of("share of large prompts", 0.25, 1.0)
         found["env"] = [file.environment, {**file.environment, "weight": rare}]
         first = LARGE_PROMPT * first
@@ -136,7 +137,7 @@ def _by_task(draws: InstanceDraws, file: FileSize, turns: int, *, tasks_each: in
         found["rollout.image_window_drop"] = draws.between("window drop", 1, window)
     need = first + turns * file.turn_tokens
     least = max(first + file.turn_tokens, file.max_new_tokens_per_turn + 1)
-    context = max(least, round(need * one_of("context", 0.75, 1.5, 3.0)))
+    context = max(least, min(round(need * one_of("context", 0.75, 1.5, 3.0)), file.kv_capacity_tokens))
     found["rollout.max_context_tokens"] = context
     share = one_of("pool", None, 1.0, 0.5, 0.25, 0.1)
     if share is not None:
