@@ -153,7 +153,7 @@ class World:
 
         verdict = self.call("ended and pump", ended)
         self.call("when is KV due", lambda: pool.next_due_s(self.now_s))
-        self.call("admission", lambda: pool.room_for("train:web", FIRST))
+        self.call("admission", lambda: pool.room_for("train:web", FIRST, self.now_s))
         if self.turns[key] < self.ends[key]:
             self.contexts[key] += OBSERVATION
             self.later(self.dice.lognormvariate(0.0, 1.0) * WAIT_S, key, "asks")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,29 @@ def test_a_simulation_without_json_prints_its_summary_on_stdout(capsys: Capture)
     assert execute(["sim", BUILTIN, "-o", "train.updates=2", "-o", "train.lr=1e-4"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("done after 2 updates") and "note: train.lr has no effect" in text
+
+
+def interrupt_after(seconds: float) -> None:
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def test_ctrl_c_in_a_simulation_says_how_far_it_came(tmp_path: Path, capsys: Capture) -> None:
+    assert execute(["sim", BUILTIN, "-o", "train.updates=1"]) == 0  # imports what a simulation needs
+    for save, kept in ([], "nothing is kept"), (["--save", "x"], "its events so far are in runs/x/events"):
+        capsys.readouterr()
+        interrupt_after(1.5)
+        assert execute(["sim", BUILTIN, "-o", "train.updates=1000000", "--json", *save]) == 130
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert re.fullmatch(rf"tiderl: stopped after [\d,]+ of 1,000,000 updates simulated; {kept}\n", shown.err)
+
+
+def test_ctrl_c_in_a_command_that_keeps_no_count_is_still_told(capsys: Capture) -> None:
+    interrupt_after(0.5)
+    slow = "import time\nfrom tiderl.envs.builtin import Fetch as Mine\ntime.sleep(20)\n"
+    Path("slow.py").write_text(slow)
+    assert execute(["env", "check", "./slow.py:Mine"]) == 130
+    assert capsys.readouterr().err == "tiderl: stopped\n"
 
 
 def test_environments_are_listed_without_importing_them(capsys: Capture) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tiderl.api.compare import compare
 from tiderl.cli.main import execute
+from tiderl.data.errors import RunStopped
 
 BUILTIN = str(Path(__file__).parents[2] / "examples" / "builtin.yaml")
 SMALL = ["-o", "train.updates=3", "-o", "train.global_batch_groups=2", "-o", "eval.every_updates=0"]
@@ -99,6 +104,20 @@ def test_mistakes_are_said_in_two_lines_before_anything_runs(arguments, expected
     assert shown.out == ""
     assert expected in shown.err
     assert len(shown.err.strip().splitlines()) <= 2
+
+
+def test_ctrl_c_in_a_comparison_says_how_far_it_came(capsys) -> None:
+    def interrupt(text: str) -> None:
+        if text == "sync (1 of 2)":
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    sizes = [text for text in SMALL if text != "-o"]
+    with pytest.raises(RunStopped) as stopped:
+        compare(BUILTIN, ["sync", "areal"], [*sizes, "train.updates=100000"], progress=interrupt)
+    assert re.fullmatch(
+        r"sync \(1 of 2\): stopped after [\d,]+ of 100,000 updates simulated; nothing is kept or compared",
+        stopped.value.what,
+    )
 
 
 @pytest.mark.live

@@ -69,6 +69,10 @@ def test_async_environments_are_checked_too() -> None:
         ("class Mine(Counting):\n def pause(self):\n  pass\n", "one of pause and resume", "note"),
         ("class Mine(Counting):\n def pause(self):\n  pass\n def resume(self):\n  raise OSError('gone')\n",
          "pause", "problem"),
+        ("class Mine(Counting):\n async def pause(self):\n  pass\n", "isolation", "problem"),
+        ("class Mine(Counting):\n async def score(self, trajectory):\n  return 1.0\n", "isolation", "problem"),
+        ("class Mine(Counting):\n async def step(self, action):\n  return super().step(action)\n"
+         " async def pause(self):\n  pass\n", "isolation", "note"),
         # time goes on while it is paused
         ("class Mine(Counting):\n def pause(self):\n  self.left -= 1\n def resume(self):\n  pass\n",
          "pause", "problem"),
@@ -92,6 +96,11 @@ def test_what_is_wrong_is_found(tmp_path: Path, body: str, promise: str, verdict
 def test_what_cannot_be_loaded_is_refused() -> None:
     with pytest.raises(ConfigurationError):
         check("json:JSONDecoder", {})
+
+
+def test_what_has_a_method_s_name_and_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="pause of Mine is 5, not a method"):
+        checked(tmp_path, "class Mine(Counting):\n pause = 5\n")
 
 
 def test_a_person_plays_until_they_quit() -> None:

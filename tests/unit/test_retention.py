@@ -31,6 +31,7 @@ def outcome(price: Price, waited_s: float, hold_s: float, tokens: int = 100) -> 
 
 def test_prices_by_hand() -> None:
     assert memory_price(1000, 0.5) == 0.0005
+    assert memory_price(0, 0.5) == 0.0, "nobody is there"
     price = Price(token_second=2e-6, compute_token_s=4e-5)
     assert (price.hold_s, price.back_token_s, price.leave) == (pytest.approx(20.0), 4e-5, "drop")
     fast = Price(2e-6, 4e-5, reload_token_s=1e-5)
@@ -150,13 +151,3 @@ def test_the_hold_follows_the_price_and_the_newest_waits() -> None:
     for _ in range(10 * REFRESH_EVERY):
         waits.observe(2.0)
     assert waits.hold_s(Price(1e-3, 5e-3)) == 2.0
-
-
-def test_the_share_of_its_time_for_which_a_task_holds_kv() -> None:
-    waits = Waits()
-    assert waits.held_share(3.0, 1.0) == 1.0
-    for wait in (1.0, 9.0):
-        waits.observe(wait)
-    assert waits.mean_s == 5.0
-    assert waits.held_share(3.0, 2.0) == (2.0 + (1.0 + 3.0) / 2) / (2.0 + 5.0)
-    assert waits.held_share(math.inf, 2.0) == 1.0

@@ -11,7 +11,8 @@ from support.pool_play import CONTEXT, MAX_TURNS, admitted, pool_of, train
 
 from tiderl.data.errors import InvariantViolation, RequestTooLarge
 from tiderl.data.records import TaskKey
-from tiderl.schedule.pool import TaskPool, Verdict
+from tiderl.schedule.pool import BATCHES, TaskPool, Verdict
+from tiderl.schedule.priority import TaskFacts
 
 
 def turn(pool: TaskPool, key: TaskKey, context: int, said: int, now_s: float) -> None:
@@ -119,28 +120,28 @@ def test_growth_is_what_a_turn_adds_in_all_and_an_interrupted_turn_is_one() -> N
 
 def test_one_task_always_fits_an_empty_pool_and_many_only_by_the_forecast() -> None:
     pool = pool_of(CONTEXT)
-    assert pool.room_for("train:web", CONTEXT)
-    assert not pool.room_for("train:web", CONTEXT, 2)
+    assert pool.room_for("train:web", CONTEXT, 0.0)
+    assert not pool.room_for("train:web", CONTEXT, 0.0, 2)
 
 
 def test_nobody_is_admitted_while_others_wait_or_the_batch_is_full() -> None:
     pool = pool_of(1000, max_batch=2)
-    admitted(pool, train(0))
-    assert pool.room_for("train:web", 20.0)
-    admitted(pool, train(1))
-    assert not pool.room_for("train:web", 20.0), "two tasks will run, and no more can"
+    admitted(pool, *(train(number) for number in range(2 * BATCHES - 1)))
+    assert pool.room_for("train:web", 20.0, 0.0), "one batch will run, and another is not full yet"
+    admitted(pool, train(9))
+    assert not pool.room_for("train:web", 20.0, 0.0)
     pool = pool_of(CONTEXT)
     admitted(pool, train(0), train(1))
     pool.ask(train(0), 80, 10, 0.0)
     pool.ask(train(1), 20, 10, 0.0)
-    assert not pool.room_for("train:web", 1.0)
+    assert not pool.room_for("train:web", 1.0, 0.0)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     contexts=st.lists(st.integers(1, 60), min_size=1, max_size=8),
     newcomer=st.integers(1, 60),
-    tasks=st.integers(1, 3),
+    tasks=st.integers(2, 4),  # one alone is welcome where no turn runs
     z=st.sampled_from([0.0, 1.0, 2.5]),
     budget=st.integers(100, 900),
     shares=st.booleans(),
@@ -169,4 +170,48 @@ def test_room_is_there_exactly_when_mean_and_deviations_of_everybody_fit(
     needed = max(peaks) + sum(shared.values())
     pool.budget_tokens = budget
     if abs(needed - budget) > 1e-6:
-        assert pool.room_for("train:web", newcomer, tasks) == (needed <= budget)
+        assert pool.room_for("train:web", newcomer, 0.0, tasks) == (needed <= budget)
+
+
+def test_an_engine_without_a_turn_takes_one_task_more_whatever_the_forecast_says() -> None:
+    pool = pool_of(CONTEXT)
+    admitted(pool, train(0))
+    turn(pool, train(0), 80, 10, 0.0)
+    assert pool.room_for("train:web", 20.0, 1.0)
+    assert not pool.room_for("train:web", 20.0, 1.0, 2)
+    admitted(pool, train(1))
+    assert not pool.room_for("train:web", 20.0, 1.0), "one is about to run"
+
+
+def test_memory_costs_what_its_running_part_earns() -> None:
+    """Rates of an engine of which half of a turn is shared; the second turn's context is 50 when it ends."""
+    pool = pool_of(1000, 1e-3)
+    admitted(pool, train(0), train(1))
+    turn(pool, train(0), 30, 10, 0.0)
+    pool.rates.running_tokens = 200.0
+    turn(pool, train(1), 50, 10, 0.0)
+    expected = pool.rates.elasticity(0) / (200.0 + (40 + 50) / 2)
+    assert pool.price().token_second == pytest.approx(expected)
+    assert pool.price().compute_token_s == pytest.approx(1e-3)
+
+
+def test_tasks_that_wait_longer_than_their_kv_is_worth_do_not_count_in_the_forecast() -> None:
+    pool = pool_of(10_000, 1e-3)
+    admitted(pool, train(0), train(1), train(2), train(3))
+    for number in range(3):
+        turn(pool, train(number), 30, 10, float(number))
+    hold_s = pool.price().hold_s
+    assert 0.0 < hold_s < 1.0, "else the moments below say nothing"
+    assert pool._resident(2.0 + 0.5 * hold_s) == pytest.approx(1 - 2 / 4)
+    assert pool._resident(2.0 + 2.0 * hold_s) == pytest.approx(1 - 3 / 4)
+
+
+def test_priorities_reach_the_engine_only_while_somebody_waits_for_room() -> None:
+    pool = pool_of(CONTEXT)
+    pool.admit(train(0), "train:web", ("train", 0), 20.0, lambda resident, now_s: TaskFacts(group_done_fraction=0.5))
+    pool.admit(TaskKey("eval", 0, 0), "eval:web", ("eval", 0), 20.0, lambda resident, now_s: TaskFacts(evaluation=True))
+    assert (pool.engine_priority(train(0), 0.0), pool.engine_priority(TaskKey("eval", 0, 0), 0.0)) == (0.0, 8.0)
+    pool.ask(train(0), 60, 10, 0.0)
+    pool.ask(TaskKey("eval", 0, 0), 60, 10, 0.0)
+    assert len(pool._ready) == 1
+    assert pool.engine_priority(train(0), 0.0) == 4.0 * 0.5

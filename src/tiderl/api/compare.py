@@ -45,18 +45,20 @@ def compare(
     progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
     """Runs the file under each of `strategies`, names such as `areal`, `areal+lru` and `areal+ctb`. `progress` gets a
-    line before each run.
+    line before each run, and every few seconds of a simulation.
 
     Every strategy is checked before the first runs. Each result has `goodput_ratio`, its goodput over the first
     strategy's, and `rho_common`, its goodput over the largest of the strategies' bounds, which holds for all of them.
-    Raises `ConfigurationError` for an unknown or repeated strategy or KV policy, and what `train` and `simulate` raise.
+    Raises `ConfigurationError` for an unknown or repeated strategy or KV policy, `RunStopped` when interrupted, and
+    what `train` and `simulate` raise.
     """
     loaded = _check(config, strategies, overrides)
     runs = {name: [*overrides, *_changes(name)] for name in strategies}
     _check_differ(config, runs, live)
     results: dict[str, dict[str, Any]] = {}
     for number, (name, changed) in enumerate(runs.items(), start=1):
-        progress(f"{name} ({number} of {len(runs)})")
+        place = f"{name} ({number} of {len(runs)})"
+        progress(place)
         if live:
             named = [f"run={loaded.config.run}-{name}"] if loaded.config.run else []
             results[name] = train(config, [*changed, *named]).to_json()
@@ -67,7 +69,7 @@ def compare(
                     hint="what each strategy did is in its run directory",
                 )
         else:
-            results[name] = simulate(config, changed).to_json()
+            results[name] = _simulated(config, changed, place, progress)
     first = results[strategies[0]]["goodput_tokens_per_s"]
     bounds = [result["bound_tokens_per_s"] for result in results.values()]
     # Each is bounded by its own, so all are by the largest; without one for each there is none in common.
@@ -77,6 +79,15 @@ def compare(
         result["goodput_ratio"] = own / first if own is not None and first else None
         result["rho_common"] = own / common if own is not None and common else None
     return Comparison({**_workload(loaded, live), "common_bound_tokens_per_s": common}, results)
+
+
+def _simulated(
+    config: str | Path, changed: Sequence[str], place: str, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    try:
+        return simulate(config, changed, progress=lambda line: progress(f"{place}: {line}")).to_json()
+    except RunStopped as stopped:
+        raise RunStopped(f"{place}: {stopped.what} or compared") from None
 
 
 def _check(config: str | Path, strategies: Sequence[str], overrides: Sequence[str]) -> Loaded:

@@ -16,9 +16,10 @@ from tiderl.api.virtual import World, check_finishes, simulated_world
 from tiderl.config.load import dump
 from tiderl.config.machine import prepare
 from tiderl.config.resolve import Resolved
-from tiderl.data.errors import DeadlockError
+from tiderl.data.errors import DeadlockError, RunStopped
 from tiderl.data.events import Event, PromptIssued, RunStarted, TaskAdmitted, UpdateCommitted
 from tiderl.observe.account import Account
+from tiderl.observe.words import count
 from tiderl.runtime.run import Run
 from tiderl.sim.batch import host_budget_tokens
 from tiderl.sim.checks.watch import Checks
@@ -42,14 +43,18 @@ def swarm(
     make_run: Callable[..., Run] = Run,
 ) -> SwarmReport:
     """Runs one small instance of the file for each seed. `on_seed` gets each report as it comes; `make_run` builds the
-    runtime. Raises `ConfigurationError` for a file that is wrong by itself, or
-    can never finish."""
+    runtime. Raises `ConfigurationError` for a file that is wrong by itself, or can never finish; `RunStopped` when
+    interrupted."""
     resolved = prepare(config, overrides, command="sim")
     check_finishes(resolved, simulated_world(resolved), calm=True)
     size = _file_size(resolved)
-    report = SwarmReport(str(config), out_of_reach=out_of_reach(size))
+    report = SwarmReport(str(config), out_of_reach=out_of_reach(size), given=frozenset(given_faults(resolved) or ()))
     for seed in seeds:
-        found = run_seed(config, seed, size, overrides, make_run=make_run)
+        try:
+            found = run_seed(config, seed, size, overrides, make_run=make_run)
+        except KeyboardInterrupt:
+            made = f"stopped after {len(report.seeds):,} of {count(len(seeds), 'seed')}, {len(report.failed)} failed"
+            raise RunStopped(made, hint=f"the next one is --seed {seed}") from None
         report.seeds.append(found)
         on_seed(found)
     return report

@@ -15,7 +15,7 @@ from typing import Any
 from tiderl.api.records import RecordedRun, load_run
 from tiderl.api.result import Result
 from tiderl.api.trace_effects import SERVED, given_keys, ignored_in_replay, named_by
-from tiderl.api.virtual import Played, kept, simulated_world
+from tiderl.api.virtual import Played, Say, kept, simulated_world
 from tiderl.config.load import Loaded, dump, leaves, load_config
 from tiderl.config.model_folder import model_folder
 from tiderl.config.render import derived_keys
@@ -65,6 +65,7 @@ def replay(
     config: str | Path | None = None,
     calibrated_by: str | None = None,
     save: str | None = None,
+    progress: Say | None = None,
 ) -> Result:
     """Replays a recorded run, by name or folder, or a CSV file of turns (`sim/traces.py`).
 
@@ -75,7 +76,7 @@ def replay(
     """
     started = time.monotonic()
     if Path(trace).is_file():
-        return _replay_file(Path(trace), overrides, config, calibrated_by, save, started)
+        return _replay_file(Path(trace), overrides, config, calibrated_by, save, started, progress)
     _check_exists(trace)
     if config is not None:
         what = "a recorded run brings its own configuration"
@@ -103,7 +104,7 @@ def replay(
             },
         )
 
-    return kept(resolved, world, save, told)
+    return kept(resolved, world, save, told, progress)
 
 
 def _check_exists(trace: str | Path) -> None:
@@ -257,6 +258,7 @@ def _replay_file(
     calibrated_by: str | None,
     save: str | None,
     started: float,
+    progress: Say | None,
 ) -> Result:
     trace = read_trace(path)
     if config is None:
@@ -283,7 +285,7 @@ def _replay_file(
         }
         return run.result(started, figures)
 
-    return kept(resolved, world, save, told)
+    return kept(resolved, world, save, told, progress)
 
 
 def _budgets(trace: Sequence[TracedTrajectory]) -> list[str]:

@@ -21,11 +21,13 @@ from tiderl.config.resolve import Resolved, wait_profile
 from tiderl.config.schema import EnvConfig
 from tiderl.cost.catalog import THIS_CPU, cost_model
 from tiderl.cost.model import CostModel
+from tiderl.data.errors import RunStopped
 from tiderl.data.records import TaskKey
 from tiderl.data.settings import EngineSettings, ModelSettings, WorkloadProfile
 from tiderl.envs.mixed import MixedEnvironments
 from tiderl.envs.registry import check_form, profile
 from tiderl.observe.metrics import RunMetrics
+from tiderl.observe.virtual import VirtualProgress, stopped
 from tiderl.runtime.ports import Environments, Ports, Recorder, Replay
 from tiderl.runtime.rollout import DROPPED_BATCHES_IN_A_ROW
 from tiderl.schedule.mix import weighted_order
@@ -66,13 +68,23 @@ SIM_VOCABULARY = 1024
 """Size of the scratch model's vocabulary in virtual time, where no environment is asked for its words."""
 
 
+Say = Callable[[str], None]
+"""Takes a line of progress."""
+
+
 def simulate(
-    config: str | Path, overrides: Sequence[str] = (), *, save: str | None = None, calibrated_by: str | None = None
+    config: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    save: str | None = None,
+    calibrated_by: str | None = None,
+    progress: Say | None = None,
 ) -> Result:
     """Runs the configuration in virtual time. The same configuration and seed give the same `log_sha256`.
 
     `save`: a run name or path that keeps events and figures. `calibrated_by`: a recorded run whose costs count instead
-    of those of `sim.hardware`; the result then says what they are. Raises `ConfigurationError`, `DeadlockError`.
+    of those of `sim.hardware`; the result then says what they are. `progress` gets a line every few seconds. Raises
+    `ConfigurationError`, `DeadlockError`, `RunStopped` when interrupted.
     """
     started = time.monotonic()
     resolved = prepare(config, overrides, command="sim")
@@ -85,7 +97,7 @@ def simulate(
         fitted = calibrated(recorded(calibrated_by))
         world = replace(world, cost=fitted.applied(world.cost))
         extra = {"calibration": calibration_figures(fitted, calibrated_by)}
-    return kept(resolved, world, save, lambda run: run.result(started, extra))
+    return kept(resolved, world, save, lambda run: run.result(started, extra), progress)
 
 
 @dataclass(frozen=True)
@@ -120,7 +132,13 @@ class Played:
         return Result({**result.values, **extra})
 
 
-def kept(resolved: Resolved, world: World, save: str | None, told: Callable[[Played], Result]) -> Result:
+def kept(
+    resolved: Resolved,
+    world: World,
+    save: str | None,
+    told: Callable[[Played], Result],
+    progress: Say | None = None,
+) -> Result:
     """Plays `world`; with `save`, events, configuration and what is `told` of it are kept under this name."""
     check_finishes(resolved, world)
     directory = None
@@ -130,7 +148,7 @@ def kept(resolved: Resolved, world: World, save: str | None, told: Callable[[Pla
         directory.config.write_text(render_dry_run(resolved), encoding="utf-8")
     segments = SegmentRecorder(directory.events) if directory else None
     try:
-        result = told(_played(resolved, world, HashRecorder(segments), directory))
+        result = told(_played(resolved, world, HashRecorder(segments), directory, progress))
     finally:
         if segments is not None:
             segments.close()
@@ -139,12 +157,18 @@ def kept(resolved: Resolved, world: World, save: str | None, told: Callable[[Pla
     return result
 
 
-def _played(resolved: Resolved, world: World, log: HashRecorder, directory: RunDirectory | None) -> Played:
+def _played(
+    resolved: Resolved, world: World, log: HashRecorder, directory: RunDirectory | None, progress: Say | None
+) -> Played:
     metrics = RunMetrics()
-    recorder = Fanout([log], metrics, [])
+    recorder = Fanout([log], metrics, [] if progress is None else [VirtualProgress(metrics, progress)])
     persisted = Persisted()
     cpu = time.thread_time()
-    _play(resolved, persisted, recorder, world)
+    try:
+        _play(resolved, persisted, recorder, world)
+    except KeyboardInterrupt:
+        what = "nothing is kept" if directory is None else f"its events so far are in {directory.events}"
+        raise RunStopped(f"{stopped(metrics)}; {what}") from None
     cpu = time.thread_time() - cpu
     gc.collect()
     return Played(

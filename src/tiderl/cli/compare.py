@@ -39,7 +39,14 @@ def compare(
     console = Console(stderr=True, highlight=False)
     names = [name.strip() for name in strategies.split(",") if name.strip()]
     with console.status("") as status:
-        found = run(config, names, override or [], live=live, progress=lambda text: status.update(f"compare: {text}"))
+
+        def show(text: str) -> None:
+            if console.is_terminal:
+                status.update(f"compare: {text}")
+            else:
+                console.print(f"compare: {text}", markup=False, soft_wrap=True)
+
+        found = run(config, names, override or [], live=live, progress=show)
     if as_json:
         print_json(found.to_json())
         return

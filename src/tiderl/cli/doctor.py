@@ -28,7 +28,7 @@ def doctor(as_json: AsJson = False, quick: Quick = False) -> None:
         width = max(len(finding.name) for finding in findings)
         for finding in findings:
             print(f"{MARKS[finding.status]}  {finding.name.ljust(width)}  {finding.detail}")
-            if finding.hint:
-                print(f"{' ' * (width + 8)}-> {finding.hint}")
+            for number, line in enumerate(finding.hint.splitlines()):
+                print(f"{' ' * (width + 8)}{'   ' if number else '-> '}{line}")
     if not healthy:
         raise typer.Exit(1)

@@ -10,8 +10,10 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from tiderl.cli import compare, doctor, env, evaluation, export, init, run, show
 from tiderl.data.errors import ConfigurationError, RunStopped, TideError
@@ -23,8 +25,20 @@ DEBUG = "TIDERL_DEBUG"
 # typer brings its own copy of click's exceptions in some versions: the classes are taken from its public subclass.
 CommandError: type[Exception] = typer.BadParameter.__mro__[2]
 
+
+class Commands(TyperGroup):
+    """Ctrl-C in any command is told by the boundary below: typer itself would end without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise RunStopped("stopped") from None
+
+
 app = typer.Typer(
     name="tiderl",
+    cls=Commands,
     help="Train LLM agents with reinforcement learning, on real or on virtual time.",
     epilog="Start with: tiderl doctor; tiderl train examples/builtin.yaml. Failures in full: TIDERL_DEBUG=1.",
     no_args_is_help=True,

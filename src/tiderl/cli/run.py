@@ -133,7 +133,7 @@ def sim(
     if trace is not None:
         from tiderl.api.trace import replay
 
-        result = replay(trace, overrides, config=config, calibrated_by=calibrate, save=save).to_json()
+        result = replay(trace, overrides, config=config, calibrated_by=calibrate, save=save, progress=_say).to_json()
         _finish(result, as_json, [])
         return
     assert config is not None
@@ -147,8 +147,12 @@ def sim(
         return
     from tiderl.api import simulate
 
-    result = simulate(config, overrides, save=save, calibrated_by=calibrate).to_json()
+    result = simulate(config, overrides, save=save, calibrated_by=calibrate, progress=_say).to_json()
     _finish(result, as_json, [])
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _check_sim_usage(

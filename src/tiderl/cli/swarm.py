@@ -69,4 +69,5 @@ def _summary(found: dict[str, Any]) -> str:
     ]
     lines += [f"never seen: {', '.join(never)}"] if never else []
     lines += [f"again: {violation['replay']}" for violation in violations]
+    lines += [f"note: {text}" for text in found["no_effect"]]
     return "\n".join(lines)

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from tiderl.config.load import Loaded, dump, leaves
 from tiderl.config.schema import Config, EnvConfig, SimWorkloadConfig
+from tiderl.cost.catalog import THIS_CPU
 from tiderl.engines.vllm_turns import LEAST_TEMPERATURE
 from tiderl.schedule.strategy import Strategy
+from tiderl.sim.faults.plan import BY_TASK as FAULTS_BY_TASK
 
 SIM_ONLY = "sim."
 NOT_IN_SIM = frozenset(
@@ -26,6 +28,8 @@ ONLY_IN_TRAINING = ("warmup.", "algorithm.", "train.", "schedule.", "checkpoint.
 """Keys, and sections with a final point, that an evaluation does not read."""
 EVALUATED_IN = "train.dtype"
 CTB_KEYS = ("rollout.growth_z", "rollout.patience_s", "rollout.priority")
+RELOAD_COST = "kv_reload_token_s"
+"""Of `sim.cost`: where it is more than nothing, the host's memory is another one than the engine's."""
 IMAGE_KEYS = ("rollout.image_window", "rollout.image_window_drop")
 
 
@@ -73,7 +77,9 @@ def without_effect(loaded: Loaded, strategy: Strategy, *, command: str) -> tuple
 
     `command`: `train`, `sim` or `eval`. A file serves all, so what only another one reads is told of `-o` alone.
     """
-    ignored = (*_ignored(loaded, strategy), *_ignored_of_images(loaded.config, command))
+    ignored = [*_ignored(loaded, strategy), *_ignored_of_images(loaded.config, command)]
+    if command == "sim":
+        ignored += _ignored_of_faults(loaded.config, strategy)
     found = [NoEffect(key, reason) for key, reason in ignored]
     for key in (key for key, origin in loaded.origins.items() if origin == "-o"):
         if command != "sim" and key.startswith(SIM_ONLY):
@@ -120,7 +126,7 @@ def _ignored(loaded: Loaded, strategy: Strategy) -> Iterator[tuple[str, str]]:
 def _ignored_of_kv(config: Config, strategy: Strategy) -> Iterator[tuple[str, str]]:
     rollout = config.rollout
     weights = [f"rollout.priority_weights.{name}" for name in rollout.priority_weights]
-    by_task = (strategy.kv_policy if rollout.kv_policy == "auto" else rollout.kv_policy) == "ctb"
+    by_task = _by_task(config, strategy)
     if not by_task:
         yield from ((key, "rollout.kv_policy is lru") for key in (*CTB_KEYS, *weights))
     elif rollout.priority != "weighted":
@@ -129,6 +135,22 @@ def _ignored_of_kv(config: Config, strategy: Strategy) -> Iterator[tuple[str, st
         yield "rollout.task_scheduler", f"rollout.engine {rollout.engine} keeps tasks by itself"
     elif not by_task:
         yield "rollout.task_scheduler", "rollout.kv_policy is lru"
+
+
+def _by_task(config: Config, strategy: Strategy) -> bool:
+    policy = config.rollout.kv_policy
+    return (strategy.kv_policy if policy == "auto" else policy) == "ctb"
+
+
+def _ignored_of_faults(config: Config, strategy: Strategy) -> Iterator[tuple[str, str]]:
+    faults = config.sim.faults
+    if isinstance(faults, str):
+        return
+    if not _by_task(config, strategy):
+        why = "rollout.kv_policy is lru, so no task pauses and no KV is offloaded"
+        yield from ((f"sim.faults.{name}", why) for name in faults if name in FAULTS_BY_TASK)
+    elif config.sim.hardware == THIS_CPU and not config.sim.cost.get(RELOAD_COST):
+        yield "sim.faults.offload_lost", f"{THIS_CPU} has no host memory beside its own, so no KV is offloaded"
 
 
 def _ignored_of_images(config: Config, command: str) -> Iterator[tuple[str, str]]:

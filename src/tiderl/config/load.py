@@ -17,7 +17,17 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tiderl.config import document
-from tiderl.config.schema import RESERVED, SECTIONS, TAGS, Config, Section, SimWorkloadConfig, WaitConfig, known_keys
+from tiderl.config.schema import (
+    RESERVED,
+    SECTIONS,
+    TAGS,
+    Config,
+    Section,
+    SimWorkloadConfig,
+    WaitConfig,
+    WrongInside,
+    known_keys,
+)
 from tiderl.data.errors import ConfigurationError
 
 HINTS: Mapping[str, str] = {
@@ -228,6 +238,8 @@ def _wrong_value(detail: ErrorDetails) -> tuple[str, str]:
         return "is required", ""
     if kind == "not_yet_supported":
         return detail["msg"], ""
+    if kind == "value_error" and isinstance(context["error"], WrongInside):
+        return str(context["error"]), context["error"].hint
     if kind == "value_error":
         return f"{context['error']}, given {_shown(given)}", ""
     if kind == "literal_error":

@@ -7,7 +7,7 @@ value came from in `load.py`. Knows nothing of files, strategies or the machine.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag
@@ -43,6 +43,14 @@ def not_yet(message: str) -> PydanticCustomError:
     return PydanticCustomError("not_yet_supported", "{message}", {"message": message})
 
 
+class WrongInside(ValueError):
+    """What is wrong inside a mapping, and what to do: the mapping itself as what was given would say nothing."""
+
+    def __init__(self, what: str, hint: str = "") -> None:
+        self.hint = hint
+        super().__init__(what)
+
+
 def _not_yet(supported: tuple[Any, ...], reserved: tuple[str, ...]) -> BeforeValidator:
     """Names that are taken but not built are refused as such, never as unknown."""
 
@@ -75,6 +83,8 @@ Sigma = Annotated[float, Field(ge=0.0, le=10.0)]
 """Of a lognormal: beyond e^10 between one deviation and the median nothing is meant, and draws overflow."""
 Median = Annotated[float, Field(gt=0.0, le=1.0e9)]
 """Of turns or tokens: more than any context holds."""
+Deviations = Annotated[float, Field(ge=0.0, le=100.0)]
+"""From a mean: ten already leave out nothing, and far beyond a hundred sums overflow."""
 Name = Annotated[str, Field(min_length=1)]
 Tracker = Annotated[Literal["tensorboard"], _not_yet(("tensorboard",), ("wandb", "mlflow", "trackio"))]
 
@@ -155,11 +165,16 @@ OneOrMix = Annotated[
 """One environment, or a list of them that is mixed by weight."""
 
 
+def _nearest(name: object, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
 def _priority_weights(value: object) -> object:
     if isinstance(value, Mapping):
         for name in value:
             if name not in WEIGHTS:
-                raise ValueError(f"holds {name!r}, which has no weight (known: {', '.join(WEIGHTS)})")
+                raise WrongInside(f"holds {name!r}, which has no weight", _nearest(name, WEIGHTS))
     return value
 
 
@@ -173,7 +188,7 @@ class RolloutConfig(Section):
     """KV positions that one replica may hold."""
     kv_policy: Literal["auto", "lru", "ctb"] = "auto"
     """`lru`: the engine keeps what was used last. `ctb`: continuous task batching, of whole tasks."""
-    growth_z: NonNegative = 1.0
+    growth_z: Deviations = 1.0
     """For `ctb`: standard deviations of the tasks' growth for which admission leaves room."""
     patience_s: PositiveFloat = 30.0
     """For `ctb`: a task that waits longer for room goes before all others."""
@@ -323,11 +338,9 @@ def _faults(value: object) -> object:
     if isinstance(value, Mapping):
         for name, probability in value.items():
             if name not in FAULTS:
-                close = difflib.get_close_matches(str(name), FAULTS, n=1)
-                known = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(FAULTS)}"
-                raise ValueError(f"holds {name!r}, which is no fault ({known})")
+                raise WrongInside(f"holds {name!r}, which is no fault", _nearest(name, FAULTS))
             if isinstance(probability, bool) or not isinstance(probability, int | float) or not 0 <= probability <= 1:
-                raise ValueError(f"needs a probability from 0 to 1 for {name}")
+                raise WrongInside(f"needs a probability from 0 to 1 for {name}, given {probability!r}")
         return {name: float(probability) for name, probability in value.items()}
     if value not in ("none", "swarm"):
         raise ValueError("must be none, swarm, or a mapping such as {engine_crash: 0.01}")

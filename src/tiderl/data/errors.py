@@ -11,6 +11,8 @@ class TideError(Exception):
     """Base of all errors raised on purpose. `str()` is one line: what (where). What to do."""
 
     reason = "error"
+    advice = ""
+    """The hint of those that give none of their own."""
 
     def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
         self.what, self.where, self.hint = what, where, hint
@@ -18,7 +20,8 @@ class TideError(Exception):
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what
-        return f"{text}\n  {self.hint}" if self.hint else text
+        hint = self.hint or self.advice
+        return f"{text}\n  {hint}" if hint else text
 
 
 class ConfigurationError(TideError):
@@ -28,13 +31,15 @@ class ConfigurationError(TideError):
 
 
 class MissingExtraError(ConfigurationError):
-    """A feature needs a package outside the base install; the hint names the extra."""
+    """A feature needs a package outside the base install; the hint names the extra. `steps`: where those are told, if
+    it takes more than one."""
 
-    def __init__(self, package: str, extra: str, *, where: str = "") -> None:
+    def __init__(self, package: str, extra: str, *, where: str = "", steps: str = "") -> None:
+        one = f"install it with: pip install 'tiderl[{extra}]'"
         super().__init__(
             f"the package {package!r} is not installed",
             where=where,
-            hint=f"install it with: pip install 'tiderl[{extra}]'",
+            hint=f"the extra {extra} brings it, in more steps than one: {steps}" if steps else one,
         )
 
 
@@ -102,6 +107,7 @@ class ChannelTimeout(InfrastructureFault):
     """A request got no answer within its deadline."""
 
     reason = "channel_timeout"
+    advice = "that process hangs or is overloaded: its log is in the run's logs/; the run can be resumed"
 
 
 class BudgetError(TideError):
@@ -120,6 +126,7 @@ class NumericalFault(TideError):
     """Logits, losses or gradients that are not finite; names the request or update."""
 
     reason = "numerical"
+    advice = "if a resumed run ends there too, start a new one with a lower train.lr or train.dtype float32"
 
 
 class CheckpointError(TideError):

@@ -78,6 +78,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     paused: bool = False
     generated_tokens: int = 0  # since start
     prefilled_tokens: int = 0
+    prefilled_s: float = 0.0  # since start: what computing these took; 0: not known
     cached_tokens: int = 0
     preemptions: int = 0  # turns that gave way to another's growth, and recomputed
     offloaded_tokens: int = 0  # in host memory now, outside `resident_tokens`

@@ -91,6 +91,7 @@ class TorchEngine:
         self._arrivals = 0
         self._ended: list[TurnResult] = []  # to be returned by the next step
         self._generated_tokens = self._prefilled_tokens = 0
+        self._prefilled_s = 0.0
 
     # ---- requests
 
@@ -167,8 +168,11 @@ class TorchEngine:
         with span("fill rows"):
             plan = self._fill_rows()
         if plan:
+            began_s = self._clock()
             with span("prefill"):
                 logits.append(self._forward(decoding, plan))
+            if self._model.device.type == "cpu":  # elsewhere it has only been started
+                self._prefilled_s += self._clock() - began_s
             self._prefilled_tokens += sum(plan)
             self._drop_unwanted_prefixes()
         computed = self._rows.advanced(len(plan))
@@ -364,6 +368,7 @@ class TorchEngine:
             paused=self._paused,
             generated_tokens=self._generated_tokens,
             prefilled_tokens=self._prefilled_tokens,
+            prefilled_s=self._prefilled_s,
             cached_tokens=self._rows.cached_tokens,
             preemptions=self._admission.preemptions,
             offloaded_tokens=self._host.tokens,

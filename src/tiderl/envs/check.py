@@ -35,6 +35,7 @@ EXPERT_SUCCESS_LEAST = 0.95
 UNKNOWN_ACTION = "?!"
 UNKNOWN_WORDS_SHOWN = 40  # enough to complete the vocabulary of a small world from
 RANDOM_WORLD = "same actions, same answers"
+AWAITED = ("reset", "step")  # one of them is a coroutine where a class is meant for the event loop
 PLAIN_WORDS = ("go", "yes", "no")  # what is said where there is neither expert nor vocabulary
 
 
@@ -87,6 +88,7 @@ class _Trial:
         reserved = [name for name in RESERVED if name in description.declared]
         if reserved:
             self.find("reserved methods", "note", f"{', '.join(reserved)}: declared, and not called yet")
+        self._check_isolation()
         prompts = await self._check_task_sets()
         vocabulary = await self.environments.vocabulary()
         starts = await self._check_expert(prompts) if self.environments.has_expert else await self._wander(prompts)
@@ -97,6 +99,18 @@ class _Trial:
         await self._check_leaks(prompts, vocabulary)
         self._check_words(vocabulary)
         self._check_times()
+
+    def _check_isolation(self) -> None:
+        """Workers run no coroutines: a class that has some is for the driver's event loop, or mistaken."""
+        coroutines = self.environments.description.coroutines
+        if not coroutines:
+            return
+        names = f"{', '.join(coroutines)}: `async def`"
+        if any(name in coroutines for name in AWAITED):
+            self.find("isolation", "note", f"{names}: it runs under env.isolation: async alone")
+        else:
+            detail = f"{names} beside plain {' and '.join(AWAITED)}: env.isolation pool and process refuse the class"
+            self.find("isolation", "problem", f"{detail}; write plain `def`, or step as `async def` too")
 
     def figures(self) -> dict[str, float]:
         """Percentiles of seconds, words and turns over all episodes."""

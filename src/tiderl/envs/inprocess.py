@@ -31,7 +31,7 @@ from tiderl.envs.answers import (
     as_words,
     raised,
 )
-from tiderl.envs.base import Description, check_options, describe
+from tiderl.envs.base import Description, check_methods, check_options, describe
 from tiderl.envs.output import ROUTED_PRINTS, LastLines, printed_by
 from tiderl.envs.registry import load
 from tiderl.envs.slots import Slot, Slots
@@ -68,6 +68,7 @@ class AsyncEnvironments:
                 with printed_by(LastLines()):
                     found = load(self.name)
                 check_options(found, self.options)
+                check_methods(found, self.options)
             except TideError:
                 ROUTED_PRINTS.release()
                 raise

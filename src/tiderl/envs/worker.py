@@ -36,7 +36,7 @@ from tiderl.envs.answers import (
     as_words,
     raised,
 )
-from tiderl.envs.base import check_options, describe
+from tiderl.envs.base import check_methods, check_options, describe
 from tiderl.envs.memory import guard_memory
 from tiderl.envs.output import ROUTED_PRINTS, LastLines, capture_process_output, printed_by
 from tiderl.envs.registry import load
@@ -193,6 +193,7 @@ class Worker:
             self.environment_class = load(request.name)
             self.options = dict(request.options)
             check_options(self.environment_class, self.options)
+            check_methods(self.environment_class, self.options)
             description = describe(self.environment_class)
         except ConfigurationError as error:
             self.channel.reply_error(message, error)

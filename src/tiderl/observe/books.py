@@ -13,6 +13,9 @@ from tiderl.data.events import Dropped, PromptIssued, RankState, RoleChanged, Ta
 GROUP_DROPPED = "group_dropped"
 """The reason of the members that go because another member's failure gave the whole group up."""
 
+INTERRUPTED = "lost"
+"""The reason of what was in flight when a driver ended: its stop or death, nothing that the run did."""
+
 ROLLOUT_WAITS = frozenset({"idle_staleness", "loading"})
 """Activities of a rollout rank that waits: for the trainer to consume, or for new weights."""
 

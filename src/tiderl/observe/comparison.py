@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiderl.observe.account import CATEGORIES
-from tiderl.observe.words import duration, fraction, number
+from tiderl.observe.words import NOTHING, duration, fraction, number
 
 SMALLEST_SHARE = 0.005
 """A category of the account that takes less than this everywhere is left out."""
@@ -36,8 +36,8 @@ def _rows(strategies: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[s
     results = list(strategies.values())
 
     def row(label: str, key: str, show: Any = number) -> tuple[str, list[str]] | None:
-        cells = ["-" if result.get(key) is None else show(result[key]) for result in results]
-        return None if all(cell == "-" for cell in cells) else (label, cells)
+        cells = [NOTHING if result.get(key) is None else show(result[key]) for result in results]
+        return None if all(cell == NOTHING for cell in cells) else (label, cells)
 
     def differing(label: str, key: str, show: Any = number) -> tuple[str, list[str]] | None:
         return row(label, key, show) if len({str(result.get(key)) for result in results}) > 1 else None

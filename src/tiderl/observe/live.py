@@ -92,16 +92,21 @@ class LiveView:
         return (metrics.clock_s - metrics.first_issue_s) / metrics.updates * (self.total_updates - metrics.updates)
 
     def line(self) -> str:
-        """The state in one line."""
+        """The state in one line; what only updates tell comes with the first."""
         shown = self.metrics.figures()
-        return (
-            f"update {self.metrics.updates}/{self.total_updates}  reward {number(self._reward())}  "
-            f"held-out {fraction(shown['eval_success_last'])}  {number(shown['goodput_tokens_per_s'])} tok/s  "
-            f"staleness {number(shown['staleness_mean_tokens'])} (max {shown['staleness_max']})  "
-            f"waits: trainer {duration(shown['twt_s'])}, rollout {duration(shown['rwt_s'])}  "
-            f"in flight {shown['in_flight']}{self._paused()}  left {duration(self.left_s)}"
-            + (f"  dropped {dropped}" if (dropped := sum(shown["dropped"].values())) else "")
-        )
+        begun, held_out, dropped = self.metrics.updates > 0, shown["eval_success_last"], sum(shown["dropped"].values())
+        parts = [
+            f"update {self.metrics.updates}/{self.total_updates}",
+            f"reward {number(self._reward())}" if begun else "",
+            "" if held_out is None else f"held-out {fraction(held_out)}",
+            f"{number(shown['goodput_tokens_per_s'])} tok/s" if begun else "",
+            f"staleness {number(shown['staleness_mean_tokens'])} (max {shown['staleness_max']})" if begun else "",
+            f"waits: trainer {duration(shown['twt_s'])}, rollout {duration(shown['rwt_s'])}" if begun else "",
+            f"in flight {shown['in_flight']}{self._paused()}",
+            f"left {duration(self.left_s)}" if begun else "",
+            f"dropped {dropped}" if dropped else "",
+        ]
+        return "  ".join(part for part in parts if part)
 
     def screen(self) -> RenderableType:
         """The state as a small table under a progress bar."""

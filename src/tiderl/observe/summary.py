@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tiderl.cost.bound import RHO, RHO_ORDER
+from tiderl.observe.books import INTERRUPTED
 from tiderl.observe.curves import sparkline
 from tiderl.observe.kv import BY_TASK
 from tiderl.observe.prediction import prediction_lines
@@ -19,7 +20,8 @@ from tiderl.observe.words import count, duration, fraction, number
 
 LABEL = 18
 DROPPED_LIMIT = 0.2
-"""Above this share of dropped trajectories a person should look at the environment before trusting the figures."""
+"""Above this share of trajectories that the run itself dropped, a person should look at the environment before trusting
+the figures."""
 BIAS_FRACTION = 0.01
 """Of the issued trajectories: fewer dropped ones say nothing about the others."""
 MIN_CURVE_POINTS = 3
@@ -65,7 +67,7 @@ def warnings(result: Mapping[str, Any], no_effect: Sequence[object] = ()) -> lis
             "what was dropped was longer than what was trained: the rewards are those of short trajectories too often; "
             "raise env.deadline_s if time-outs are the reason"
         )
-    dropped, issued = sum((result.get("dropped") or {}).values()), result.get("issued") or 0
+    dropped, issued = _failed(result)
     if issued and dropped > DROPPED_LIMIT * issued:
         found.append(
             f"{dropped / issued:.0%} of the issued trajectories were dropped: look at what fails before you trust the "
@@ -185,11 +187,20 @@ def _lengths(result: Mapping[str, Any]) -> str:
     )
 
 
+def _failed(result: Mapping[str, Any]) -> tuple[int, int]:
+    """Dropped and issued trajectories, without those that an interruption of the run cost."""
+    dropped: Mapping[str, int] = result.get("dropped") or {}
+    interrupted = dropped.get(INTERRUPTED, 0)
+    return sum(dropped.values()) - interrupted, (result.get("issued") or 0) - interrupted
+
+
 def _favours_short(result: Mapping[str, Any]) -> bool:
     """Dropped ones were cut short, so a larger mean of theirs is no chance of where they were cut."""
     dropped, trained = result.get("dropped_tokens_mean"), result.get("trained_tokens_mean")
-    count_dropped = sum((result.get("dropped") or {}).values())
-    if dropped is None or trained is None or count_dropped < BIAS_FRACTION * result["issued"]:
+    if dropped is None or trained is None:
+        return False
+    failed, issued = _failed(result)
+    if failed < BIAS_FRACTION * issued:
         return False
     return bool(dropped > trained)
 

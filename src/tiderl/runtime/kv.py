@@ -135,24 +135,24 @@ class TaskLevel:
         return [replace(view, room=self._room(view.replica, waiting)) for view in found.values()]
 
     def _room(self, replica: int, waiting: Next) -> frozenset[What]:
-        pool, longest = self._seats.pools[replica], float(self._rules.max_context_tokens)
+        pool, longest, now_s = self._seats.pools[replica], float(self._rules.max_context_tokens), _now()
         room: list[What] = []
         if waiting.evaluation is not None:
             kind = _kind("eval", waiting.evaluation)
             tokens = pool.expected_first_tokens(kind, None)
-            if pool.room_for(kind, longest if tokens is None else tokens):
+            if pool.room_for(kind, longest if tokens is None else tokens, now_s):
                 room.append("eval")
         if waiting.member is not None:
             group, _ = waiting.member
             kind = _kind("train", group.prompt)
             name = _name(group.prompt_id)
             tokens = pool.expected_first_tokens(kind, name)
-            if pool.room_for(kind, longest if tokens is None else tokens, group=name):
+            if pool.room_for(kind, longest if tokens is None else tokens, now_s, group=name):
                 room.append("member")
         if (waiting.member is None or "member" in room) and not self._sated():
             sizes = {kind: pool.expected_first_tokens(kind, None) or longest for kind in self._kinds}
             kind = max(sizes, key=lambda name: sizes[name], default="train:")
-            if pool.room_for(kind, sizes.get(kind, longest)):
+            if pool.room_for(kind, sizes.get(kind, longest), now_s):
                 room.append("group")
         return frozenset(room)
 
@@ -241,7 +241,7 @@ class TaskLevel:
         kind = _kind("train", group.prompt)
         known = self._seats.kinds.get(kind)
         if (known is not None and known.growth.first_is_known) or pool.room_for(
-            kind, self._rules.max_context_tokens, len(group.members)
+            kind, self._rules.max_context_tokens, _now(), len(group.members)
         ):
             return group.members
         probe, *others = group.members

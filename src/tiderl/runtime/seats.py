@@ -145,7 +145,7 @@ class TaskSeats:
         ]
         best = min(others, key=lambda r: (self.pools[r].booked_tokens, r), default=None)
         group = (key.split, key.prompt_id)
-        return best if best is not None and self.pools[best].room_for(kind, tokens, group=group) else None
+        return best if best is not None and self.pools[best].room_for(kind, tokens, _now(), group=group) else None
 
     def apply(self, replica: int, verdict: Verdict) -> None:
         """What the schedule decided about one replica, in its order: KV leaves before others take its room."""
@@ -225,12 +225,15 @@ class TaskSeats:
         pool, now_s = self.pools[seat.replica], _now()
         interrupted = result.finish_reason == "aborted" and context_tokens < seat.wanted_tokens
         if not interrupted:
+            stats = self._engines[seat.replica].stats
             pool.rates.observe(
                 computed_tokens=context_tokens - len(result.ids) - result.cached_tokens,
                 new_tokens=len(result.ids),
                 prefill_s=result.prefill_s,
                 decode_s=result.decode_s,
-                running=self._engines[seat.replica].stats.running,
+                running=stats.running,
+                prefilled_tokens=stats.prefilled_tokens,
+                prefilled_s=stats.prefilled_s,
             )
         if len(result.versions):
             seat.newest_version = int(result.versions[-1])

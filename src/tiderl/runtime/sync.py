@@ -156,8 +156,8 @@ class Publisher:
         return min(newer)
 
     async def _discard_unread(self) -> None:
-        kept = {self.newest, *self.loading.values(), *self.pinned()}
-        for version in [v for v in self.handles if v not in kept]:
+        pinned, loading = self.pinned(), self.loading.values()
+        for version in [v for v in self.handles if v != self.newest and v not in pinned and v not in loading]:
             handle = self.handles.pop(version)
             try:
                 await self.cluster.update.discard(handle)

@@ -139,10 +139,9 @@ class Training:
         self.cluster, self.buffer, self.journal = cluster, buffer, journal
         self.wakeup, self.emit, self.settings = wakeup, emit, settings
         self.ranks = tuple(actor.rank for actor in cluster.actors)
-        self.shared_replicas = [r for r, ranks in cluster.engine_ranks.items() if set(self.ranks) & set(ranks)]
-        self.shared_ranks = [
-            rank for r in self.shared_replicas for rank in cluster.engine_ranks[r] if rank in self.ranks
-        ]
+        trains = set(self.ranks)
+        self.shared_replicas = [r for r, ranks in cluster.engine_ranks.items() if trains.intersection(ranks)]
+        self.shared_ranks = [rank for r in self.shared_replicas for rank in cluster.engine_ranks[r] if rank in trains]
         # A shared rank would stop generating for every burst. With several optimizer steps, the proximal policy of the
         # later ones is the model before the first, so all must have come before it.
         self.streams = (

@@ -19,9 +19,6 @@ from tiderl.schedule.retention import Price
 SOON = 2
 """Steps of the forecast that count where pausing is cheap: now, and the next."""
 
-SHARE_REFRESH = 64
-"""Turns after which the resident share of a kind is measured again."""
-
 
 class Bookings:
     """`kinds` and what they know may be shared by all replicas; a kind that is new is begun. `z`: standard deviations
@@ -42,8 +39,7 @@ class Bookings:
         self._charges, self._rates, self._price, self._z = charges, rates, price, z
         self._max_turns, self._max_context_tokens = max_turns, max_context_tokens
         self._populations: dict[str, Population] = {}
-        self._shares: dict[str, tuple[int, Share]] = {}  # with the turns when their resident part was measured
-        self._turns = 0
+        self._shares: dict[str, Share] = {}
 
     @property
     def tokens(self) -> float:
@@ -79,20 +75,18 @@ class Bookings:
         self.unbook(resident)
         self.book(resident, context_tokens)
 
-    def turn_ended(self) -> None:
-        self._turns += 1
-
-    def peak_tokens(self, kind: str, group: Hashable, context_tokens: int, tasks: int) -> float:
-        """The most that the pool will hold with so many more tasks with such a first context: mean and `z` standard
-        deviations; where pausing is cheap, the mean of now and the next step."""
+    def peak_tokens(self, kind: str, group: Hashable, context_tokens: int, tasks: int, *, resident: float) -> float:
+        """The most that the pool will hold with so many more tasks with such a first context, of all of which the share
+        `resident` holds KV: mean and `z` standard deviations; where pausing is cheap, the mean of now and the next
+        step."""
         tokens = self._charges.own_tokens(group, context_tokens)
         self._population(kind)
         shares = [self._share(name) for name in self._populations]
         newcomers = np.zeros((len(shares), 3))
         newcomers[list(self._populations).index(kind)] = (tasks, tasks * tokens, tasks * tokens * tokens)
-        mean, variance = forecast(shares, newcomers)
+        mean, variance = forecast(shares, newcomers, resident=resident)
         z, steps = self._z, None
-        if self._price().hold_s < self._rates.active_s:
+        if self._rates.known and self._price().hold_s < self._rates.active_s:
             # Bringing KV back costs less than leaving room idle for a turn: who does not fit later is paused then.
             z, steps = 0.0, SOON
         return peak(mean[:steps], variance[:steps], z) + self._charges.prompt_tokens
@@ -106,16 +100,7 @@ class Bookings:
         return population
 
     def _share(self, kind: str) -> Share:
-        known, tables = self._shares.get(kind), self.kinds[kind].growth.tables()
-        if known is None or self._turns - known[0] >= SHARE_REFRESH:
-            known = (self._turns, Share(self._populations[kind], tables, self._resident(kind)))
-        elif known[1].tables is not tables:
-            known = (known[0], Share(self._populations[kind], tables, known[1].resident))
-        self._shares[kind] = known
-        return known[1]
-
-    def _resident(self, kind: str) -> float:
-        if not self._rates.known:
-            return 1.0
-        waits = self.kinds[kind].waits
-        return waits.held_share(waits.hold_s(self._price()), self._rates.active_s)
+        share, tables = self._shares.get(kind), self.kinds[kind].growth.tables()
+        if share is None or share.tables is not tables:
+            share = self._shares[kind] = Share(self._populations[kind], tables)
+        return share

@@ -62,6 +62,11 @@ class Charges:
     def used_tokens(self) -> int:
         return self._all.tokens
 
+    @property
+    def running_tokens(self) -> int:
+        """Of turns that run."""
+        return self._running.tokens
+
     def enter(self, resident: Resident) -> None:
         """It is in flight here, and holds nothing."""
         self._groups.setdefault(resident.group, GroupPrompt()).members[resident.key] = resident

@@ -44,42 +44,45 @@ class Population:
 
 @dataclass(frozen=True)
 class Share:
-    """One kind's part of a pool. `resident`: the share r of their time for which its tasks hold KV: p becomes p·r."""
+    """One kind's part of a pool."""
 
     population: Population
     tables: GrowthTables
-    resident: float = 1.0
 
     @cached_property
     def moments(self) -> np.ndarray:
-        """float64 [2·H, 3·K]: times the flat sums of a population, mean and then variance after every number of steps.
+        """float64 [4·H, 3·K]: times the flat sums of a population, after every number of steps the mean, and the three
+        parts of the variance: Σ p(1 − p)(c + h·g)², Σ p(c + h·g)² and what growth varies, Σ p·v."""
+        alive, grown = self.tables.alive, self.tables.grown_tokens[:, None]
+        zero = np.zeros_like(alive)
 
-        The variance of p·r is p·r(1 − p·r) = r²·p(1 − p) + r(1 − r)·p.
-        """
-        tables, r = self.tables, self.resident
-        held, grown = r * tables.alive, tables.grown_tokens[:, None]
-        doubt = r * r * tables.alive * (1.0 - tables.alive) + r * (1.0 - r) * tables.alive
-        zero = np.zeros_like(held)
-        mean = np.stack([held * grown, held, zero], axis=2)
-        variance = np.stack(
-            [doubt * grown * grown + held * tables.grown_variance[:, None], 2.0 * doubt * grown, doubt], axis=2
-        )
-        return np.concatenate([mean, variance]).reshape(2 * len(held), -1)
+        def squared(weight: np.ndarray) -> np.ndarray:
+            return np.stack([weight * grown * grown, 2.0 * weight * grown, weight], axis=2)
+
+        mean = np.stack([alive * grown, alive, zero], axis=2)
+        varied = np.stack([alive * self.tables.grown_variance[:, None], zero, zero], axis=2)
+        parts = np.concatenate([mean, squared(alive * (1.0 - alive)), squared(alive), varied])
+        return parts.reshape(4 * len(alive), -1)
 
 
-def forecast(shares: Sequence[Share], newcomers: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+def forecast(
+    shares: Sequence[Share], newcomers: np.ndarray | None = None, *, resident: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
     """Mean and variance of the tokens held, float64 [H] each, for every number of steps from now. All kinds have the
     same number of steps.
 
     `newcomers`: tasks without a turn, their tokens and the squares of these, float64 [kinds, 3] like a row of
-    `Population.sums`, in the order of the shares.
+    `Population.sums`, in the order of the shares. `resident`: the share r of the tasks that hold KV: p becomes p·r,
+    whose variance p·r(1 − p·r) is r²·p(1 − p) + r(1 − r)·p.
     """
-    found = np.zeros(2 * shares[0].population.steps)
+    steps = shares[0].population.steps
+    found = np.zeros(4 * steps)
     for number, share in enumerate(shares):
         found += share.moments @ share.population.sums.ravel()
         if newcomers is not None:
             found += share.moments[:, :3] @ newcomers[number]
-    return found[: len(found) // 2], found[len(found) // 2 :]
+    mean, ends, lives, varies = found.reshape(4, steps)
+    return resident * mean, resident * resident * ends + resident * (1.0 - resident) * lives + resident * varies
 
 
 def peak(mean: np.ndarray, variance: np.ndarray, z: float) -> float:

@@ -92,6 +92,11 @@ class Holding:
             missing = self._charges.missing(resident, resident.wanted_tokens)
         return departures
 
+    def kept(self, now_s: float, price: Price, hold_s: HoldS) -> int:
+        """Tasks whose KV is still worth its price while their environments work."""
+        self._find_due(now_s, price, hold_s)
+        return sum(len(held) for held in self._held.values())
+
     def next_due_s(self, now_s: float, hold_s: HoldS) -> float:
         """When the next one is due, after `now_s`; infinite: never."""
         moments = [next(iter(held.values())).since_s + hold_s(kind) for kind, held in self._held.items() if held]

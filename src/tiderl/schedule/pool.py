@@ -23,10 +23,13 @@ from tiderl.schedule.bookings import Bookings
 from tiderl.schedule.charges import Charges
 from tiderl.schedule.holding import Departure, Holding, HoldS
 from tiderl.schedule.order import Ready
-from tiderl.schedule.priority import STANDARD, Key, PriorityName, Weights, priority
+from tiderl.schedule.priority import STANDARD, Key, PriorityName, TaskFacts, Weights, priority
 from tiderl.schedule.rates import EngineRates
 from tiderl.schedule.residents import Facts, Kind, Resident
 from tiderl.schedule.retention import Outcome, Price, memory_price
+
+BATCHES = 2
+"""Turns in an engine, in full batches, up to which more tasks are admitted: one runs, one is there to follow."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class TaskPool:
         self.open = True
         """Turns may run here: its process is up."""
         self._tasks: dict[TaskKey, Resident] = {}
+        self._delayed_tokens = 0.0
         self._charges = Charges(budget_tokens, block_tokens=block_tokens, shares_prompts=shares_prompts)
         self._bookings = Bookings(
             self._charges,
@@ -102,22 +106,33 @@ class TaskPool:
     def price(self) -> Price:
         """Of this moment, with others queueing."""
         rates = self.rates
-        token_second = memory_price(self.budget_tokens, rates.elasticity(self.active, self.max_batch))
-        return Price(token_second, rates.recompute_token_s(len(self)), self.reload_token_s)
+        token_second = memory_price(self._delayed_tokens, rates.elasticity(self.active, self.max_batch))
+        return Price(token_second, rates.compute_token_s, self.reload_token_s)
 
     def expected_first_tokens(self, kind: str, group: Hashable) -> float | None:
         """Context of a first turn: the group's own where a member has begun, else its kind's; None: nothing known."""
         return self._bookings.expected_first_tokens(kind, group)
 
-    def room_for(self, kind: str, tokens: float, tasks: int = 1, *, group: Hashable = None) -> bool:
+    def room_for(self, kind: str, tokens: float, now_s: float, tasks: int = 1, *, group: Hashable = None) -> bool:
         """Whether so many more tasks with first contexts of this size can be admitted, of a group that may be here.
-        Never while others wait, or when the engine's batch is full: then more tasks would only wait there, with longer
-        contexts. Always one where nobody is."""
-        if self._ready or (self.max_batch and self.active + self.unbegun >= self.max_batch):
+        Never while others wait, or when as many turns as `BATCHES` run are in the engine already: then more tasks would
+        only wait there, with longer contexts. Always one where no turn runs or is about to."""
+        if self._ready or (self.max_batch and self.active + self.unbegun >= BATCHES * self.max_batch):
             return False
-        if not self._tasks and tasks == 1:
+        if not self.active and not self.unbegun and tasks == 1:
             return True
-        return self._bookings.peak_tokens(kind, group, math.ceil(tokens), tasks) <= self.budget_tokens
+        resident = self._resident(now_s)
+        peak_tokens = self._bookings.peak_tokens(kind, group, math.ceil(tokens), tasks, resident=resident)
+        return peak_tokens <= self.budget_tokens
+
+    def _resident(self, now_s: float) -> float:
+        """The share of the tasks that hold KV, or would be worth it: all but those whose environments have worked for
+        longer than it is. Whether it has gone earlier, for lack of room, does not count: that would make more room."""
+        if not self.rates.known:
+            return 1.0
+        price = self.price()
+        kept = self._holding.kept(now_s, price, self._hold_s(price))
+        return 1.0 - max(0, self.waiting - kept) / max(1, len(self))
 
     def size_of(self, key: TaskKey) -> tuple[str, float]:
         """Kind and context of a task that has begun."""
@@ -125,9 +140,14 @@ class TaskPool:
         return resident.kind, float(resident.context_tokens)
 
     def engine_priority(self, key: TaskKey, now_s: float) -> float:
-        """One number for an engine's queue and evictions: the weighted sum, near the tiers with standard weights."""
+        """One number for an engine's queue and evictions: while others wait for room the weighted sum, near the tiers
+        with standard weights. Else only evaluation goes first, and tasks advance together: where a queue is there for
+        lack of batch and not of memory, who overtakes leaves small batches to those at the end."""
         resident = self._tasks[key]
-        return priority(resident.facts(resident, now_s), "weighted", self.weights)[0]
+        facts = resident.facts(resident, now_s)
+        if not self._ready:
+            facts = TaskFacts(facts.evaluation)
+        return priority(facts, "weighted", self.weights)[0]
 
     def impatient(self, now_s: float) -> list[TaskKey]:
         """Tasks that wait for room longer than it would take to compute their context elsewhere, oldest first."""
@@ -161,7 +181,7 @@ class TaskPool:
     def ask(self, key: TaskKey, context_tokens: int, max_new_tokens: int, now_s: float) -> Verdict:
         """The task's next turn, or the rest of one that was interrupted, could run now. If it is not among those that
         `go`, it waits. Raises `RequestTooLarge` for a turn that this pool can never hold."""
-        self.rates.spent(now_s, idle=self.active == 0)
+        self._spent(now_s)
         resident = self._tasks[key]
         self._charges.refuse(resident, context_tokens + max_new_tokens)
         if resident.state not in ("admitted", "waiting"):
@@ -188,7 +208,7 @@ class TaskPool:
         resident = self._tasks[key]
         if resident.state != "active":
             raise InvariantViolation(f"a turn of {key} ended that did not run", where="task pool")
-        self.rates.spent(now_s, idle=False)
+        self._spent(now_s)
         self.active -= 1
         self.waiting += 1
         resident.state = "waiting"
@@ -198,7 +218,6 @@ class TaskPool:
             resident.turns += 1
             self.kinds[resident.kind].growth.said(resident.said_tokens)
             resident.said_tokens = 0
-            self._bookings.turn_ended()
         self._bookings.rebook(resident, context_tokens)
         self._charges.charge(resident, context_tokens)
         resident.begins_to_wait(context_tokens, now_s)
@@ -286,6 +305,11 @@ class TaskPool:
 
     def _rank(self, resident: Resident, now_s: float) -> Key:
         return priority(resident.facts(resident, now_s), self.rule, self.weights, now_s=now_s)
+
+    def _spent(self, now_s: float) -> None:
+        """A moment at which the price is set anew: at the others nobody would look who is due by then."""
+        self.rates.spent(now_s, running=self.active, running_tokens=self._charges.running_tokens)
+        self._delayed_tokens = self.rates.running_tokens + self.booked_tokens / len(self)
 
     def _enter(self, resident: Resident, tokens: int) -> None:
         if resident.key in self._tasks:

@@ -19,9 +19,13 @@ MEMORY = 64
 MIN_TURNS = 8
 """Before so many, nothing is claimed: computing again counts as free, and engines as idle."""
 
+REMEMBERED_TOKENS = 1e5
+"""Computed tokens that count in the mean seconds of one, about."""
+
 REMEMBERED_PREFILLS = 256
 PREFILL_QUANTILE = 0.05
-"""A turn's prefill takes at least as long as its tokens need, and mostly waits for others': the cheapest tell."""
+"""A turn's prefill takes at least as long as its tokens need, and mostly waits for others': where the engine
+does not measure them, the cheapest tell."""
 
 REFRESH_EVERY = 16
 
@@ -31,8 +35,8 @@ LEAST = 0.05
 FULL = 0.01
 """Of one whose batch is full: not quite nothing, since turns end."""
 
-IDLE_TURNS = 32.0
-"""Turns, one after the other, over which an engine's idle share is remembered."""
+REMEMBERED_TURNS = 32.0
+"""What runs, and whether anything does, is an average over the time in which about so many turns end."""
 
 
 @dataclass
@@ -57,7 +61,13 @@ class EngineRates:
     turns: int = 0
     active_s: float = 0.0
     """Mean seconds that a turn runs."""
+    running: float = 0.0
+    """Turns that run, on average over the last time."""
+    running_tokens: float = 0.0
+    """KV of the turns that run, on average over the last time."""
     _bins: dict[int, Bin] = field(default_factory=dict)  # by the binary logarithm of the batch
+    _told: tuple[int, float] = (0, 0.0)
+    _measured: tuple[float, float] = (0.0, 0.0)  # tokens and seconds
     _prefills: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_PREFILLS))
     _line: tuple[float, float] = (1.0, 0.0)
     _compute_token_s: float = 0.0
@@ -66,9 +76,21 @@ class EngineRates:
     _since_s: float | None = None
 
     def observe(
-        self, *, computed_tokens: int, new_tokens: int, prefill_s: float, decode_s: float, running: int
+        self,
+        *,
+        computed_tokens: int,
+        new_tokens: int,
+        prefill_s: float,
+        decode_s: float,
+        running: int,
+        prefilled_tokens: int = 0,
+        prefilled_s: float = 0.0,
     ) -> None:
-        """`computed_tokens`: of the context, not found in the cache. `running`: turns in the batch, this one too."""
+        """`computed_tokens`: of the context, not found in the cache. `running`: turns in the batch, this one too.
+        `prefilled_tokens`, `prefilled_s`: all that the engine computed of contexts since it began, and what that took;
+        0 seconds where it does not know."""
+        if prefilled_s > 0.0:
+            self._prefilled(prefilled_tokens, prefilled_s)
         if new_tokens < 1:
             return
         self.turns += 1
@@ -78,6 +100,14 @@ class EngineRates:
         self._bins.setdefault(running.bit_length(), Bin()).observe(running, seconds)
         if computed_tokens > 0:
             self._prefills.append(prefill_s / computed_tokens)
+
+    def _prefilled(self, tokens: int, seconds: float) -> None:
+        """Older seconds and tokens count less, by tokens. Less than before: the process is new."""
+        more_tokens, more_s = tokens - self._told[0], seconds - self._told[1]
+        self._told = (tokens, seconds)
+        if more_tokens > 0 and more_s > 0.0:
+            kept = math.exp(-more_tokens / REMEMBERED_TOKENS)
+            self._measured = (kept * self._measured[0] + more_tokens, kept * self._measured[1] + more_s)
 
     @property
     def known(self) -> bool:
@@ -89,11 +119,6 @@ class EngineRates:
         self._refresh()
         return self._compute_token_s
 
-    def recompute_token_s(self, tasks: int) -> float:
-        """What computing one token again takes from all tasks in flight, in engine seconds. While the engine is busy
-        they all wait for it; while it is idle only the one does, whose part of the throughput is one of `tasks`."""
-        return self.compute_token_s * (1.0 - self._idle * (1.0 - 1.0 / max(1, tasks)))
-
     def elasticity(self, running: float, max_batch: int = 0) -> float:
         """d ln(turns per second) / d ln(turns that run) with `running` of them, from 0 to 1. 1 while not known.
         `max_batch`: as many run at a time, the others wait in the engine; 0: all."""
@@ -104,19 +129,25 @@ class EngineRates:
         gain = self._idle + (1.0 - self._idle) * busy
         return min(gain, FULL) if max_batch and running > max_batch else gain
 
-    def spent(self, now_s: float, *, idle: bool) -> None:
-        """Until now, since the last call, nothing ran there (`idle`) or something did. While nothing runs, more tasks
-        would gain all that they do."""
+    def spent(self, now_s: float, *, running: int, running_tokens: int) -> None:
+        """Until now, since the last call, so many turns ran there, with so many tokens of KV. While none runs, more
+        tasks would gain all that they do."""
         if self._since_s is not None and self.active_s > 0.0:
-            share = 1.0 - math.exp(-(now_s - self._since_s) / (IDLE_TURNS * self.active_s))
-            self._idle += share * (float(idle) - self._idle)
+            turns = (now_s - self._since_s) * max(1.0, self.running) / self.active_s
+            share = 1.0 - math.exp(-turns / REMEMBERED_TURNS)
+            self._idle += share * (float(not running) - self._idle)
+            self.running += share * (running - self.running)
+            self.running_tokens += share * (running_tokens - self.running_tokens)
         self._since_s = now_s
 
     def _refresh(self) -> None:
         if not self.known or self.turns - self._fitted < REFRESH_EVERY:
             return
         self._fitted = self.turns
-        if self._prefills:
+        tokens, seconds = self._measured
+        if tokens:
+            self._compute_token_s = seconds / tokens
+        elif self._prefills:
             self._compute_token_s = float(np.quantile(self._prefills, PREFILL_QUANTILE))
         self._line = fitted_line([b for b in self._bins.values() if b.turns >= MIN_TURNS])
 

@@ -6,6 +6,13 @@ token). Keeping for at most τ = R / (λ·c) costs at most twice what a clairvoy
 (Karlin, Manasse, Rudolph and Sleator, "Competitive snoopy caching", 1988). With the measured waits the best τ is that
 of least expected cost; it stays within a factor ρ of the first, so that a wrong histogram costs at most 1 + ρ times
 what a clairvoyant would pay.
+
+λ follows from the pool itself. X turns a second that run for a(b) seconds, b = X·a of them at a time, and hold their c
+tokens for H(τ) = E[min(T, τ)] of their wait T, fill it: X·c·(a + H) = M. Computing context takes the engine
+D(τ) = c·r·P(T > τ) seconds a turn, in which nobody else advances: with a(b) = (A + B·b) / (1 − X·D), X is largest where
+dH = −(b / ε)·dD, ε = A / a = d ln X / d ln b. So a token-second is worth ε / (b·c), b·c being what runs, and not ε / M:
+where most of the pool waits, memory is worth more than its share. Who computes again delays itself too, which counts
+where hardly anybody else runs: λ = ε / (c + b·c).
 """
 
 from __future__ import annotations
@@ -57,12 +64,13 @@ class Price:
         return self.back_token_s / self.token_second if self.token_second > 0 else math.inf
 
 
-def memory_price(budget_tokens: int, elasticity: float) -> float:
-    """λ of a pool others queue for: one token more would raise throughput by `elasticity` / budget of what it is.
+def memory_price(delayed_tokens: float, elasticity: float) -> float:
+    """λ of a pool that others queue for; 0 while nobody is there.
 
-    `elasticity`: d ln(throughput) / d ln(tasks that run), from 0 (the engine is full) to 1 (it is mostly idle).
+    `delayed_tokens`: KV of the turns that computing again delays, c + b·c: those that run, on average, and its own.
+    `elasticity`: ε = d ln(throughput) / d ln(tasks that run), from 0 (the engine is full) to 1 (it is mostly idle).
     """
-    return elasticity / budget_tokens
+    return elasticity / delayed_tokens if delayed_tokens > 0.0 else 0.0
 
 
 def best_hold_s(waits_s: Sequence[float], hold_s: float) -> float:
@@ -104,14 +112,6 @@ class Waits:
         if self._known is None or self._stale >= REFRESH_EVERY or not 0.8 < self._known[0] / base < 1.25:
             self._known, self._stale = (base, best_hold_s(self._waits, base)), 0
         return min(max(self._known[1], base / ROBUSTNESS), base * ROBUSTNESS)
-
-    def held_share(self, hold_s: float, active_s: float) -> float:
-        """The share of its time for which a task holds KV: while it runs, and while it waits up to `hold_s`."""
-        if math.isinf(hold_s) or not self._waits:
-            return 1.0
-        waits = np.asarray(self._waits)
-        held, total = active_s + float(np.minimum(waits, hold_s).mean()), active_s + float(waits.mean())
-        return held / total if total > 0 else 1.0
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ class SimEngine:
             paused=self._paused,
             generated_tokens=batch.generated_tokens + sampled,
             prefilled_tokens=batch.prefilled_tokens + prefilled,
+            prefilled_s=(batch.prefilled_tokens + prefilled) * batch.cost.prefill_token_s,
             cached_tokens=batch.cached_tokens,
             preemptions=batch.preemptions,
             offloaded_tokens=batch.host.tokens,

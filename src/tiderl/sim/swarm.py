@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tiderl.data.rng import stream
+from tiderl.sim.faults.plan import BY_TASK as FAULTS_BY_TASK
 from tiderl.sim.faults.plan import CALM_AFTER, FAULTS, FaultPlan, draw_probabilities
 from tiderl.sim.instances import FileSize
 
@@ -74,7 +75,7 @@ def out_of_reach(file: FileSize) -> frozenset[str]:
     """Faults and situations that no instance of the file can have, or only some odd ones."""
     found: list[str] = []
     if file.kv_policy == "lru":
-        found += ["env_pause_fails", "offload_lost", *BY_TASK]
+        found += [*FAULTS_BY_TASK, *BY_TASK]
     if not file.offloads:
         found += ["offload_lost", OFFLOADED]
     if not file.images or file.kv_policy == "lru":
@@ -132,6 +133,8 @@ class SwarmReport:
     seeds: list[SeedReport] = field(default_factory=list)
     out_of_reach: frozenset[str] = frozenset()
     """Of faults and situations, what is not asked for."""
+    given: frozenset[str] = frozenset()
+    """Faults that the configuration names."""
 
     @property
     def failed(self) -> list[SeedReport]:
@@ -152,6 +155,11 @@ class SwarmReport:
         occurred = self.fired + self.seen
         asked = [name for name in (*FAULTS, *SITUATIONS, *BY_TASK, FORKS) if name not in self.out_of_reach]
         return [name for name in asked if not occurred[name]]
+
+    def no_effect(self) -> list[str]:
+        """Faults that were asked for, and that no instance can have."""
+        why = "no instance of this file can have it"
+        return [f"sim.faults.{name} has no effect: {why}" for name in sorted(self.given & self.out_of_reach)]
 
     def replay(self, report: SeedReport, *, overrides: Sequence[str] = ()) -> str:
         """The one command that shows this seed again."""
@@ -174,6 +182,7 @@ class SwarmReport:
                 for r in self.failed
             ],
             "never": self.never(),
+            "no_effect": self.no_effect(),
             "faults": {name: self.fired[name] for name in FAULTS},
             "situations": dict(sorted(self.seen.items())),
             "drivers": sum(r.drivers for r in self.seeds),

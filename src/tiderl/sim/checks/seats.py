@@ -147,6 +147,7 @@ class SeatBook:
         self.lives[place] += 1
         if self.lives[place] > 1:
             self.unclear.add(place)
+            self.waits.pop(place, None)
         self.newest.pop(place, None)
 
     def _ended(self, place: Place) -> None:

@@ -92,6 +92,9 @@ ENDURABLE = frozenset(
 )
 """What may strike at every opportunity and lets the run go on."""
 
+BY_TASK = frozenset({"crash_at_pause", "env_pause_fails", "offload_lost"})
+"""What strikes where tasks pause or their KV is offloaded: under `rollout.kv_policy: ctb` alone."""
+
 NOT_APPLICABLE: Mapping[str, str] = {
     "duplicate completion": "the channel matches an answer to its request once and drops a second one",
     "stale weights arriving late": "the channel keeps the order, and a replica asks for one version at a time",
