@@ -27,7 +27,7 @@ WITH = {"power_cut": {"driver_crash": 0.03}, "notice_late": {"engine_crash": 0.0
 # What it takes for a fault to have an opportunity: tasks wait for room only under `ctb`, and hand their KV to the host
 # only on accelerators.
 GIVEN = {"env_pause_fails": ["rollout.kv_policy=ctb"], "offload_lost": ["rollout.kv_policy=ctb"]}
-FILES = {"offload_lost": BUILTIN.with_name("sim") / "family-kv.yaml"}
+FILES = {"offload_lost": BUILTIN.with_name("sim") / "coding.yaml"}
 
 
 @pytest.mark.parametrize("name", FAULTS)

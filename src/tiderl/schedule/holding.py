@@ -41,15 +41,18 @@ class Holding:
         self._charges = charges
         self._due_tokens = 0  # charged to tasks whose KV is due, without their groups' prompts
         self._held: dict[str, OrderedDict[TaskKey, Resident]] = {}  # by kind, oldest wait first: not due yet
+        self._worth: dict[str, OrderedDict[TaskKey, Resident]] = {}  # as these, whether it has gone meanwhile or not
         self._ready: OrderedDict[TaskKey, Resident] = OrderedDict()  # as these, of tasks that wait for room
         self._due = Ranked(rank, lowest=True)
 
     def hold(self, resident: Resident) -> None:
         """It waits since its `since_s`, later than everybody here."""
         self._waiting(resident)[resident.key] = resident
+        self._worth.setdefault(resident.kind, OrderedDict())[resident.key] = resident
 
     def wait_for_room(self, resident: Resident, now_s: float) -> None:
         """Its next turn could run, since its `ready_s`: it is held for that long anew, and its priority has changed."""
+        self._forget(resident)
         if resident in self._due:
             self._due.add(resident, now_s)
         elif self._waiting(resident).pop(resident.key, None) is not None:
@@ -57,6 +60,10 @@ class Holding:
 
     def release(self, resident: Resident) -> None:
         """It is to run, or over: its KV is not among these any more, and still charged."""
+        self._forget(resident)
+        self._take_out(resident)
+
+    def _take_out(self, resident: Resident) -> None:
         if resident in self._due:
             self._due.discard(resident)
             self._due_tokens -= resident.charged_tokens
@@ -65,7 +72,7 @@ class Holding:
 
     def drop(self, resident: Resident) -> None:
         """Its KV is gone."""
-        self.release(resident)
+        self._take_out(resident)
         self._charges.charge(resident, 0)
 
     def make_room(self, resident: Resident, now_s: float, price: Price, hold_s: HoldS | None) -> list[Departure]:
@@ -92,10 +99,14 @@ class Holding:
             missing = self._charges.missing(resident, resident.wanted_tokens)
         return departures
 
-    def kept(self, now_s: float, price: Price, hold_s: HoldS) -> int:
-        """Tasks whose KV is still worth its price while their environments work."""
-        self._find_due(now_s, price, hold_s)
-        return sum(len(held) for held in self._held.values())
+    def worth_holding(self, now_s: float, hold_s: HoldS) -> int:
+        """How many tasks wait for their environments whose KV is still worth its price, or would be if it had not gone
+        earlier. Counts only: nothing becomes due by it."""
+        for kind, worth in self._worth.items():
+            enough_s = hold_s(kind)
+            while worth and now_s >= next(iter(worth.values())).since_s + enough_s:
+                worth.popitem(last=False)
+        return sum(len(worth) for worth in self._worth.values())
 
     def next_due_s(self, now_s: float, hold_s: HoldS) -> float:
         """When the next one is due, after `now_s`; infinite: never."""
@@ -118,6 +129,12 @@ class Holding:
         resident.price = price
         self._due_tokens += resident.charged_tokens
         self._due.add(resident, now_s)
+
+    def _forget(self, resident: Resident) -> None:
+        """Its environment does not work any more."""
+        worth = self._worth.get(resident.kind)
+        if worth is not None:
+            worth.pop(resident.key, None)
 
     def _waiting(self, resident: Resident) -> OrderedDict[TaskKey, Resident]:
         """Those of its kind."""

@@ -130,9 +130,8 @@ class TaskPool:
         longer than it is. Whether it has gone earlier, for lack of room, does not count: that would make more room."""
         if not self.rates.known:
             return 1.0
-        price = self.price()
-        kept = self._holding.kept(now_s, price, self._hold_s(price))
-        return 1.0 - max(0, self.waiting - kept) / max(1, len(self))
+        worth = self._holding.worth_holding(now_s, self._hold_s(self.price()))
+        return 1.0 - (self.waiting - worth) / max(1, len(self))
 
     def size_of(self, key: TaskKey) -> tuple[str, float]:
         """Kind and context of a task that has begun."""
