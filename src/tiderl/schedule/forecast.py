@@ -24,11 +24,14 @@ class Population:
 
     steps: int
     sums: np.ndarray = field(init=False)  # float64 [K, 3]
+    tokens: float = field(init=False, default=0.0)
+    """Context tokens of all of them."""
 
     def __post_init__(self) -> None:
         self.sums = np.zeros((self.steps, 3))
 
     def add(self, step: int, tokens: float, sign: int = 1) -> None:
+        self.tokens += sign * tokens
         row = self.sums[step]
         row[0] += sign
         row[1] += sign * tokens
@@ -36,10 +39,6 @@ class Population:
 
     def remove(self, step: int, tokens: float) -> None:
         self.add(step, tokens, -1)
-
-    @property
-    def tokens(self) -> float:
-        return float(self.sums[:, 1].sum())
 
 
 @dataclass(frozen=True)
