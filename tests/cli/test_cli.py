@@ -177,6 +177,31 @@ def test_ctrl_c_in_a_command_that_keeps_no_count_is_still_told(capsys: Capture) 
     assert capsys.readouterr().err == "tiderl: stopped\n"
 
 
+def test_a_saved_simulation_is_not_trained_on_and_not_written_over(capsys: Capture) -> None:
+    assert execute(["sim", BUILTIN, "-o", "train.updates=1", "--save", "kept"]) == 0
+    before = {path: path.read_bytes() for path in Path("runs/kept").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert execute(["train", "--resume", "kept"]) == 2
+    assert "this is a saved simulation, of which nothing can be gone on with\n  train its" in capsys.readouterr().err
+    assert execute(["sim", BUILTIN, "-o", "train.updates=1", "--save", "kept"]) == 2
+    assert "this run exists\n  choose another name for --save" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in Path("runs/kept").rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([BUILTIN, "--dry-run", "--save", "x"], "--save does not go with --dry-run"),
+        (["--trace", "runs/none", "--seed", "2"], "--seed goes with --swarm"),
+    ],
+)
+def test_options_of_a_simulation_that_would_do_nothing_are_refused(
+    arguments: list[str], said: str, capsys: Capture
+) -> None:
+    assert execute(["sim", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_environments_are_listed_without_importing_them(capsys: Capture) -> None:
     assert execute(["env", "list"]) == 0
     assert {"babyai", "builtin"} <= {line.split()[0] for line in capsys.readouterr().out.splitlines()}

@@ -134,23 +134,23 @@ def test_a_new_process_begins_to_count_anew() -> None:
 def test_an_engine_that_stands_idle_would_gain_all() -> None:
     rates = fed([(2, 1.2), (20, 3.0)])
     busy, active_s = rates.elasticity(10), rates.active_s
-    rates.spent(0.0, running=0, running_tokens=0)
+    rates.spent(0.0, running=0)
     assert rates.elasticity(10) == busy, "no time has passed"
-    rates.spent(REMEMBERED_TURNS * active_s, running=0, running_tokens=0)
+    rates.spent(REMEMBERED_TURNS * active_s, running=0)
     idle = 1 - math.exp(-1)
     assert rates.elasticity(10) == pytest.approx(idle + (1 - idle) * busy)
-    rates.spent(2 * REMEMBERED_TURNS * active_s, running=1, running_tokens=500)
+    rates.spent(2 * REMEMBERED_TURNS * active_s, running=1)
     assert rates.elasticity(10) == pytest.approx(idle / math.e + (1 - idle / math.e) * busy)
-    assert (rates.running, rates.running_tokens) == (pytest.approx(idle), pytest.approx(500 * idle))
+    assert rates.running == pytest.approx(idle)
 
 
 def test_what_runs_is_averaged_over_turns_and_not_over_seconds() -> None:
     """Eight at a time end eight times as often."""
     rates = fed([(2, 1.2)])
     rates.running = 8.0
-    rates.spent(0.0, running=8, running_tokens=4000)
-    rates.spent(REMEMBERED_TURNS * rates.active_s / 8, running=8, running_tokens=4000)
-    assert (rates.running, rates.running_tokens) == (8.0, pytest.approx(4000 * (1 - math.exp(-1))))
+    rates.spent(0.0, running=8)
+    rates.spent(REMEMBERED_TURNS * rates.active_s / 8, running=4)
+    assert rates.running == pytest.approx(8.0 - 4.0 * (1 - math.exp(-1)))
 
 
 # --- the trainer

@@ -25,8 +25,8 @@ from tiderl.schedule.retention import (
 def outcome(price: Price, waited_s: float, hold_s: float, tokens: int = 100) -> Outcome:
     """Of a wait, with KV that is held for so long at most."""
     if waited_s <= hold_s:
-        return Outcome("keep", tokens, waited_s, waited_s, price)
-    return Outcome(price.leave, tokens, waited_s, hold_s, price)
+        return Outcome("keep", tokens, waited_s, waited_s, price, waited_s, waited_s)
+    return Outcome(price.leave, tokens, waited_s, hold_s, price, waited_s, hold_s)
 
 
 def test_prices_by_hand() -> None:
@@ -151,3 +151,12 @@ def test_the_hold_follows_the_price_and_the_newest_waits() -> None:
     for _ in range(10 * REFRESH_EVERY):
         waits.observe(2.0)
     assert waits.hold_s(Price(1e-3, 5e-3)) == 2.0
+
+
+def test_memory_that_nobody_queued_for_is_not_charged() -> None:
+    price = Price(token_second=1e-3, compute_token_s=5e-3)
+    kept = Outcome("keep", 100, 60.0, 60.0, price, queued_s=0.0, held_queued_s=0.0)
+    assert (kept.cost_s, kept.clairvoyant_s) == (0.0, 0.0)
+    dropped = Outcome("drop", 100, 60.0, 10.0, price, queued_s=3.0, held_queued_s=1.0)
+    assert dropped.cost_s == pytest.approx(1e-3 * 100 * 1.0 + 0.5)
+    assert dropped.clairvoyant_s == pytest.approx(1e-3 * 100 * 3.0), "to hold it would have been cheaper"

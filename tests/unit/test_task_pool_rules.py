@@ -184,15 +184,16 @@ def test_an_engine_without_a_turn_takes_one_task_more_whatever_the_forecast_says
 
 
 def test_memory_costs_what_its_running_part_earns() -> None:
-    """Rates of an engine of which half of a turn is shared; the second turn's context is 50 when it ends."""
+    """What a task that runs has reserved, and the mean context; the second turn's context is 50 when it is asked."""
     pool = pool_of(1000, 1e-3)
     admitted(pool, train(0), train(1))
     turn(pool, train(0), 30, 10, 0.0)
-    pool.rates.running_tokens = 200.0
-    turn(pool, train(1), 50, 10, 0.0)
-    expected = pool.rates.elasticity(0) / (200.0 + (40 + 50) / 2)
+    assert train(1) in pool.ask(train(1), 50, 10, 0.0).go
+    expected = pool.rates.elasticity(1) / (60 + (40 + 20) / 2)
     assert pool.price().token_second == pytest.approx(expected)
     assert pool.price().compute_token_s == pytest.approx(1e-3)
+    pool.ended(train(1), 55, 5, 0.0)
+    assert pool.price().token_second == pytest.approx(pool.rates.elasticity(0) / ((40 + 50) / 2)), "nobody is delayed"
 
 
 def test_tasks_that_wait_longer_than_their_kv_is_worth_do_not_count_in_the_forecast() -> None:

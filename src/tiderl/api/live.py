@@ -131,6 +131,12 @@ def resume(run: str | Path, overrides: Sequence[str] = (), *, observer: Observer
     """
     started = time.monotonic()
     directory = find(run)
+    if not directory.config_lock.exists():  # a run that trains writes it before anything else
+        raise ConfigurationError(
+            "this is a saved simulation, of which nothing can be gone on with",
+            where=str(directory.root),
+            hint=f"train its configuration: tiderl train {directory.config}",
+        )
     resolved = prepare(directory.config, resume_overrides(overrides), command="train", needs_weights=True)
     check_trackers(resolved.config.log.trackers)
     check_engine(resolved)

@@ -30,7 +30,9 @@ Resume = Annotated[
 ]
 Save = Annotated[
     str | None,
-    typer.Option("--save", metavar="NAME", help="Keep events and journal under runs/NAME.", show_default=False),
+    typer.Option(
+        "--save", metavar="NAME", help="Keep events, configuration and result under runs/NAME.", show_default=False
+    ),
 ]
 
 
@@ -129,7 +131,7 @@ def sim(
     what is predicted is compared with what was measured.
     """
     overrides = override or []
-    _check_sim_usage(config, trace, dry_run=dry_run, swarm=swarm, calibrate=calibrate)
+    _check_sim_usage(config, trace, dry_run=dry_run, swarm=swarm, calibrate=calibrate, save=save, seed=seed)
     if trace is not None:
         from tiderl.api.trace import replay
 
@@ -140,8 +142,6 @@ def sim(
     if swarm is not None:
         run_swarm(config, overrides, swarm, seed or 0, as_json, given=dry_run or save is not None)
         return
-    if seed is not None:
-        raise ConfigurationError("--seed goes with --swarm", hint="the seed of one run is -o seed=N")
     if dry_run:
         _dry_run(config, overrides, "sim", as_json)
         return
@@ -156,7 +156,14 @@ def _say(text: str) -> None:
 
 
 def _check_sim_usage(
-    config: Path | None, trace: str | None, *, dry_run: bool, swarm: int | None, calibrate: str | None
+    config: Path | None,
+    trace: str | None,
+    *,
+    dry_run: bool,
+    swarm: int | None,
+    calibrate: str | None,
+    save: str | None,
+    seed: int | None,
 ) -> None:
     hint = "try: tiderl sim --help"
     if config is None and trace is None:
@@ -165,6 +172,10 @@ def _check_sim_usage(
         raise ConfigurationError("--dry-run and --swarm do not go with --trace", hint=hint)
     if calibrate is not None and (dry_run or swarm is not None):
         raise ConfigurationError("--dry-run and --swarm do not go with --calibrate", hint=hint)
+    if save is not None and dry_run:
+        raise ConfigurationError("--save does not go with --dry-run, which runs nothing", hint=hint)
+    if seed is not None and swarm is None:
+        raise ConfigurationError("--seed goes with --swarm", hint="the seed of one run is -o seed=N")
 
 
 def _dry_run(config: Path, overrides: Sequence[str], command: Literal["train", "sim"], as_json: bool) -> None:

@@ -44,7 +44,12 @@ class Bookings:
     @property
     def tokens(self) -> float:
         """Contexts of all tasks in flight, those without KV included, each group's prompt once."""
-        return sum(population.tokens for population in self._populations.values()) + self._charges.prompt_tokens
+        return self.own_tokens + self._charges.prompt_tokens
+
+    @property
+    def own_tokens(self) -> float:
+        """Of these, what is not their groups'."""
+        return sum(population.tokens for population in self._populations.values())
 
     def expected_first_tokens(self, kind: str, group: Hashable) -> float | None:
         """Context of a first turn: the group's own where a member has begun, else `z` standard deviations above its

@@ -55,17 +55,14 @@ class Charges:
         self.budget_tokens, self.block_tokens, self.shares_prompts = budget_tokens, block_tokens, shares_prompts
         self.prompt_tokens = 0
         """What all groups in flight share, whether it is held or not."""
+        self.running_tokens = 0
+        """Charged for turns that run, without their groups' prompts."""
         self._groups: dict[Hashable, GroupPrompt] = {}
         self._all, self._running = Sum(), Sum()
 
     @property
     def used_tokens(self) -> int:
         return self._all.tokens
-
-    @property
-    def running_tokens(self) -> int:
-        """Of turns that run."""
-        return self._running.tokens
 
     def enter(self, resident: Resident) -> None:
         """It is in flight here, and holds nothing."""
@@ -130,7 +127,9 @@ class Charges:
         charged = self._blocks(max(1, tokens - shared)) if tokens else 0
         before, ran = resident.charged_tokens, resident.charged_tokens if resident.charged_running else 0
         self._all.change(resident.group, shared, before, charged)
-        self._running.change(resident.group, shared, ran, charged if running else 0)
+        runs = charged if running else 0
+        self._running.change(resident.group, shared, ran, runs)
+        self.running_tokens += runs - ran
         resident.charged_tokens, resident.charged_running = charged, running
         if self._all.tokens < 0:
             raise InvariantViolation(f"{self._all.tokens} tokens used", where="task pool, I4")

@@ -44,6 +44,14 @@ class Holding:
         self._worth: dict[str, OrderedDict[TaskKey, Resident]] = {}  # as these, whether it has gone meanwhile or not
         self._ready: OrderedDict[TaskKey, Resident] = OrderedDict()  # as these, of tasks that wait for room
         self._due = Ranked(rank, lowest=True)
+        self.queued_s = 0.0
+        """For how long anybody has waited for room, up to the last look at the clock."""
+        self._looked_s = 0.0
+
+    def look(self, now_s: float, *, queued: bool) -> None:
+        """It is this late; `queued`: since the last look somebody waited for room."""
+        self.queued_s += (now_s - self._looked_s) * queued
+        self._looked_s = now_s
 
     def hold(self, resident: Resident) -> None:
         """It waits since its `since_s`, later than everybody here."""
@@ -94,7 +102,7 @@ class Holding:
                 raise InvariantViolation(f"{missing} tokens are missing, and nobody is left", where="task pool, I4")
             departures.append(Departure(victim.key, price.leave, victim.held_tokens, victim.state == "ready"))
             victim.price = price
-            victim.lets_go(price.leave, now_s)
+            victim.lets_go(price.leave, now_s, self.queued_s)
             self.drop(victim)
             missing = self._charges.missing(resident, resident.wanted_tokens)
         return departures

@@ -74,7 +74,7 @@ class TaskPool:
         self.open = True
         """Turns may run here: its process is up."""
         self._tasks: dict[TaskKey, Resident] = {}
-        self._delayed_tokens = 0.0
+        self._mean_tokens = 0.0
         self._charges = Charges(budget_tokens, block_tokens=block_tokens, shares_prompts=shares_prompts)
         self._bookings = Bookings(
             self._charges,
@@ -106,7 +106,9 @@ class TaskPool:
     def price(self) -> Price:
         """Of this moment, with others queueing."""
         rates = self.rates
-        token_second = memory_price(self._delayed_tokens, rates.elasticity(self.active, self.max_batch))
+        token_second = memory_price(
+            self._charges.running_tokens + self._mean_tokens, rates.elasticity(self.active, self.max_batch)
+        )
         return Price(token_second, rates.compute_token_s, self.reload_token_s)
 
     def expected_first_tokens(self, kind: str, group: Hashable) -> float | None:
@@ -219,7 +221,7 @@ class TaskPool:
             resident.said_tokens = 0
         self._bookings.rebook(resident, context_tokens)
         self._charges.charge(resident, context_tokens)
-        resident.begins_to_wait(context_tokens, now_s)
+        resident.begins_to_wait(context_tokens, now_s, self._holding.queued_s)
         self._holding.hold(resident)
 
     def leave(self, key: TaskKey, *, finished: bool) -> None:
@@ -241,7 +243,7 @@ class TaskPool:
         if resident.state != "ready":
             raise InvariantViolation(f"{key} is {resident.state} and does not wait for room", where="task pool")
         if resident.charged_tokens:
-            resident.lets_go("drop", now_s)
+            resident.lets_go("drop", now_s, self._holding.queued_s)
         self.leave(key, finished=False)
         other._enter(resident, resident.context_tokens)
         other._ready.add(resident, now_s)
@@ -257,13 +259,14 @@ class TaskPool:
 
     def outcome(self, key: TaskKey, now_s: float) -> Outcome | None:
         """Of the wait that ends now, where memory had a price during it and nothing else decided."""
-        return self._tasks[key].outcome(now_s)
+        return self._tasks[key].outcome(now_s, self._holding.queued_s)
 
     # ------------------------------------------------------------------ decisions
 
     def pump(self, now_s: float) -> Verdict:
         """Who of those that wait may run now: the first in order, and where it does not fit, those behind it that do,
         unless it has waited beyond the patience: then room is kept for it."""
+        self._holding.look(now_s, queued=len(self._ready) > 0)
         go: list[TaskKey] = []
         departures: list[Departure] = []
         while self._ready and self.open:
@@ -306,9 +309,11 @@ class TaskPool:
         return priority(resident.facts(resident, now_s), self.rule, self.weights, now_s=now_s)
 
     def _spent(self, now_s: float) -> None:
-        """A moment at which the price is set anew: at the others nobody would look who is due by then."""
-        self.rates.spent(now_s, running=self.active, running_tokens=self._charges.running_tokens)
-        self._delayed_tokens = self.rates.running_tokens + self.booked_tokens / len(self)
+        """A moment at which what runs and how large contexts are is looked at: at others nobody would ask who is due by
+        the new price."""
+        self.rates.spent(now_s, running=self.active)
+        self._holding.look(now_s, queued=len(self._ready) > 0)
+        self._mean_tokens = self._bookings.own_tokens / len(self)
 
     def _enter(self, resident: Resident, tokens: int) -> None:
         if resident.key in self._tasks:

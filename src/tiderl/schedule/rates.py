@@ -63,8 +63,6 @@ class EngineRates:
     """Mean seconds that a turn runs."""
     running: float = 0.0
     """Turns that run, on average over the last time."""
-    running_tokens: float = 0.0
-    """KV of the turns that run, on average over the last time."""
     _bins: dict[int, Bin] = field(default_factory=dict)  # by the binary logarithm of the batch
     _told: tuple[int, float] = (0, 0.0)
     _measured: tuple[float, float] = (0.0, 0.0)  # tokens and seconds
@@ -129,15 +127,14 @@ class EngineRates:
         gain = self._idle + (1.0 - self._idle) * busy
         return min(gain, FULL) if max_batch and running > max_batch else gain
 
-    def spent(self, now_s: float, *, running: int, running_tokens: int) -> None:
-        """Until now, since the last call, so many turns ran there, with so many tokens of KV. While none runs, more
-        tasks would gain all that they do."""
+    def spent(self, now_s: float, *, running: int) -> None:
+        """Until now, since the last call, so many turns ran there. While none runs, more tasks would gain all that they
+        do."""
         if self._since_s is not None and self.active_s > 0.0:
             turns = (now_s - self._since_s) * max(1.0, self.running) / self.active_s
             share = 1.0 - math.exp(-turns / REMEMBERED_TURNS)
             self._idle += share * (float(not running) - self._idle)
             self.running += share * (running - self.running)
-            self.running_tokens += share * (running_tokens - self.running_tokens)
         self._since_s = now_s
 
     def _refresh(self) -> None:

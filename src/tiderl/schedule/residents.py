@@ -79,25 +79,34 @@ class Resident:
     """How its KV went, when it went during this wait."""
     held_s: float = 0.0
     """For how long it was held, when it went."""
+    since_queued_s: float = 0.0
+    held_queued_s: float = 0.0
+    """As these, of the time in which others queued for room."""
     price: Price | None = None
     """Of memory, when others needed some during this wait."""
 
-    def begins_to_wait(self, context_tokens: int, now_s: float) -> None:
-        """Its turn ended; it holds KV of its context."""
+    def begins_to_wait(self, context_tokens: int, now_s: float, queued_s: float) -> None:
+        """Its turn ended; it holds KV of its context. `queued_s`, here and below: how long others have queued for room
+        since the run began."""
         self.context_tokens = self.held_tokens = context_tokens
         self.since_s, self.left, self.held_s, self.price = now_s, None, 0.0, None
+        self.since_queued_s = queued_s
 
-    def lets_go(self, choice: Choice, now_s: float) -> None:
+    def lets_go(self, choice: Choice, now_s: float, queued_s: float) -> None:
         """Its KV goes."""
         self.left, self.held_s = choice, now_s - self.since_s
+        self.held_queued_s = queued_s - self.since_queued_s
 
-    def outcome(self, now_s: float) -> Outcome | None:
+    def outcome(self, now_s: float, queued_s: float) -> Outcome | None:
         """Of the wait that ends now; None: memory had no price meanwhile."""
         if self.price is None:
             return None
-        waited_s = now_s - self.since_s
-        held_s = waited_s if self.left is None else self.held_s
-        return Outcome(self.left or "keep", self.held_tokens, waited_s, held_s, self.price)
+        waited_s, queued_s = now_s - self.since_s, queued_s - self.since_queued_s
+        if self.left is None:
+            return Outcome("keep", self.held_tokens, waited_s, waited_s, self.price, queued_s, queued_s)
+        # Somebody has needed the room from then on, whether anybody else queued or not.
+        queued_s = self.held_queued_s + waited_s - self.held_s
+        return Outcome(self.left, self.held_tokens, waited_s, self.held_s, self.price, queued_s, self.held_queued_s)
 
 
 Facts = Callable[[Resident, float], TaskFacts]

@@ -116,19 +116,24 @@ class Waits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One wait that is over: what was decided and what it would have been with hindsight, in engine seconds."""
+    """One wait that is over: what was decided and what it would have been with hindsight, in engine seconds. Memory is
+    charged for the time in which others queued for it or, once it went, had it."""
 
     choice: Choice
     tokens: int
     waited_s: float
     held_s: float
     price: Price
+    queued_s: float
+    """Of `waited_s`, how long others queued for the memory or had it."""
+    held_queued_s: float
+    """Of `held_s`, how long they queued."""
 
     @property
     def cost_s(self) -> float:
         back = 0.0 if self.choice == "keep" else self.tokens * self.price.back_token_s
-        return self.price.token_second * self.tokens * self.held_s + back
+        return self.price.token_second * self.tokens * self.held_queued_s + back
 
     @property
     def clairvoyant_s(self) -> float:
-        return self.tokens * min(self.price.token_second * self.waited_s, self.price.back_token_s)
+        return self.tokens * min(self.price.token_second * self.queued_s, self.price.back_token_s)

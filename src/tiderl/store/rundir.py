@@ -125,19 +125,17 @@ def find(run: str | Path, runs: Path = RUNS) -> RunDirectory:
     raise ConfigurationError("no such run", where=str(run), hint=hint)
 
 
-def create(directory: RunDirectory) -> None:
-    """Makes the folder. Raises `ConfigurationError` for one that exists."""
+TRAINED = "choose another name with -o run=NAME, go on with --resume, or give --overwrite"
+
+
+def create(directory: RunDirectory, *, if_it_exists: str = TRAINED) -> None:
+    """Makes the folder. Raises `ConfigurationError` for one that exists, with what to do then."""
     root = directory.root
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         if not directory.is_run:
-            raise ConfigurationError(
-                "exists and is not a run", where=f"run {root}", hint="choose another name with -o run=NAME"
-            )
-        raise ConfigurationError(
-            "this run exists",
-            where=f"run {root}",
-            hint="choose another name with -o run=NAME, go on with --resume, or give --overwrite",
-        )
+            another = if_it_exists.partition(",")[0]
+            raise ConfigurationError("exists and is not a run", where=f"run {root}", hint=another)
+        raise ConfigurationError("this run exists", where=f"run {root}", hint=if_it_exists)
     try:
         for folder in (root, directory.blobs, directory.checkpoints, directory.events, directory.logs):
             folder.mkdir(parents=True, exist_ok=True)
