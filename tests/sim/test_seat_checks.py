@@ -191,6 +191,22 @@ def test_a_wait_that_another_evaluation_of_its_name_joins_is_not_held_against_ot
     assert d.findings.violations == []
 
 
+@pytest.mark.parametrize(("resumes_s", "wrong"), [(8.0, False), (8.1, True)])
+def test_evaluations_of_one_name_count_among_those_before_who_waits(resumes_s: float, wrong: bool) -> None:
+    """A turn of 3 s and one that waits before: 2 + (1 + 1)·3 s are allowed, though nobody tells which of two it is."""
+    d = Driver()
+    d.emit(admitted(0), admitted(0, "eval"), admitted(0, "eval"), admitted(1))
+    d.start(0, 0.0)
+    d.pool(used_tokens=90)
+    d.pause(0, 0.0, split="eval")
+    d.pause(1, 0.0)
+    d.end(0, 3.0)
+    d.resume(1, resumes_s)
+    assert [text.partition(" waited ")[0] for text in d.findings.violations] == (
+        ["I4 at 0 s: ('train', 0, 1)"] if wrong else []
+    )
+
+
 def test_a_migrated_task_may_have_waited_for_the_turns_of_both_replicas() -> None:
     """A turn of 3 s on its own: 2 + 3 s are allowed, whatever ran where it goes."""
     d = Driver()

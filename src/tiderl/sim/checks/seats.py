@@ -169,6 +169,9 @@ class SeatBook:
             return
         self.findings.require(place not in self.waits, "I4", f"{place} is paused twice")
         ahead = sum(wait.replica == event.replica for wait in self.waits.values())
+        book = self.books().get(event.replica)
+        if book is not None:  # those that cannot be told apart wait there too
+            ahead = max(ahead, sum(_place(key) != place for key in book.waiting))
         self.waits[place] = Wait(event.replica, event.t_s, event.t_s, ahead, excused=event.reason == "lost")
 
     def _resumed(self, event: TaskResumed) -> None:
