@@ -34,6 +34,19 @@ def fed(turns: list[tuple[int, float]], *, each: int = 2 * REFRESH_EVERY, prefil
     return rates
 
 
+def told(rates: EngineRates, tokens: int, seconds: float) -> None:
+    """A turn that waited long for its first token ends, and the engine has computed so much since it began."""
+    rates.observe(
+        computed_tokens=100,
+        new_tokens=5,
+        prefill_s=9.0,
+        decode_s=1.0,
+        running=4,
+        prefilled_tokens=tokens,
+        prefilled_s=seconds,
+    )
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     base=st.floats(0.1, 10.0),
@@ -88,27 +101,11 @@ def test_an_engine_that_measures_prefills_is_believed() -> None:
     """Whatever turns waited; seconds and tokens that lie further back count less."""
     rates = EngineRates()
     for _ in range(MIN_TURNS):
-        rates.observe(
-            computed_tokens=100,
-            new_tokens=5,
-            prefill_s=9.0,
-            decode_s=1.0,
-            running=4,
-            prefilled_tokens=2000,
-            prefilled_s=0.5,
-        )
+        told(rates, 2000, 0.5)
     assert rates.compute_token_s == pytest.approx(0.5 / 2000), "told eight times, and counted once"
     tokens, more = 2000, int(REMEMBERED_TOKENS)
     for _ in range(REFRESH_EVERY):
-        rates.observe(
-            computed_tokens=0,
-            new_tokens=5,
-            prefill_s=0.0,
-            decode_s=1.0,
-            running=4,
-            prefilled_tokens=tokens + more,
-            prefilled_s=0.5 + more * 1e-3,
-        )
+        told(rates, tokens + more, 0.5 + more * 1e-3)
     kept = math.exp(-1)
     assert rates.compute_token_s == pytest.approx((0.5 * kept + more * 1e-3) / (tokens * kept + more))
 
@@ -117,15 +114,7 @@ def test_a_new_process_begins_to_count_anew() -> None:
     rates = EngineRates()
     for tokens, seconds in ((1000, 1.0), (100, 0.3), (300, 0.5)):
         for _ in range(MIN_TURNS):
-            rates.observe(
-                computed_tokens=9,
-                new_tokens=5,
-                prefill_s=9.0,
-                decode_s=1.0,
-                running=4,
-                prefilled_tokens=tokens,
-                prefilled_s=seconds,
-            )
+            told(rates, tokens, seconds)
     tokens, seconds = rates._measured
     kept = math.exp(-200 / REMEMBERED_TOKENS)
     assert (tokens, seconds) == (pytest.approx(1000 * kept + 200), pytest.approx(1.0 * kept + 0.2))

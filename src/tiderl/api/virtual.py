@@ -144,7 +144,7 @@ def kept(
     directory = None
     if save is not None:
         directory = choose(save, "sim")
-        create(directory, if_it_exists="choose another name for --save")
+        create(directory, simulated=True)
         directory.config.write_text(render_dry_run(resolved), encoding="utf-8")
     segments = SegmentRecorder(directory.events) if directory else None
     try:

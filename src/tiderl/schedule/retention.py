@@ -67,7 +67,7 @@ class Price:
 def memory_price(delayed_tokens: float, elasticity: float) -> float:
     """λ of a pool that others queue for; 0 while nobody is there.
 
-    `delayed_tokens`: KV of the turns that computing again delays, c + b·c: those that run, on average, and its own.
+    `delayed_tokens`: KV of the turns that computing again delays, c + b·c: those that run now, and its own.
     `elasticity`: ε = d ln(throughput) / d ln(tasks that run), from 0 (the engine is full) to 1 (it is mostly idle).
     """
     return elasticity / delayed_tokens if delayed_tokens > 0.0 else 0.0

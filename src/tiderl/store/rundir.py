@@ -125,17 +125,18 @@ def find(run: str | Path, runs: Path = RUNS) -> RunDirectory:
     raise ConfigurationError("no such run", where=str(run), hint=hint)
 
 
-TRAINED = "choose another name with -o run=NAME, go on with --resume, or give --overwrite"
-
-
-def create(directory: RunDirectory, *, if_it_exists: str = TRAINED) -> None:
+def create(directory: RunDirectory, *, simulated: bool = False) -> None:
     """Makes the folder. Raises `ConfigurationError` for one that exists, with what to do then."""
     root = directory.root
+    another = "choose another name for --save" if simulated else "choose another name with -o run=NAME"
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         if not directory.is_run:
-            another = if_it_exists.partition(",")[0]
             raise ConfigurationError("exists and is not a run", where=f"run {root}", hint=another)
-        raise ConfigurationError("this run exists", where=f"run {root}", hint=if_it_exists)
+        raise ConfigurationError(
+            "this run exists",
+            where=f"run {root}",
+            hint=another if simulated else f"{another}, go on with --resume, or give --overwrite",
+        )
     try:
         for folder in (root, directory.blobs, directory.checkpoints, directory.events, directory.logs):
             folder.mkdir(parents=True, exist_ok=True)
