@@ -130,7 +130,15 @@ def test_one_can_be_left_out_and_the_others_stay_in_order() -> None:
     for resident in tasks.residents:
         ranked.add(resident, 0.0)
     assert ranked.first(0.0, but=tasks.residents[0]) is tasks.residents[2]
-    assert [ranked[position].key.member for position in range(3)] == [0, 2, 1]
+    seen: list[int] = []
+
+    def look(resident: Resident) -> bool:
+        seen.append(resident.key.member)
+        return False
+
+    assert list(ranked.passing(tasks.residents[1], look, misses=1)) == [] and seen == [0]
+    seen.clear()
+    assert list(ranked.passing(tasks.residents[2], look, misses=9)) == [] and seen == [0, 1]
     ranked.discard(tasks.residents[2])
     ranked.discard(tasks.residents[1])
     assert ranked.first(0.0, but=tasks.residents[0]) is None

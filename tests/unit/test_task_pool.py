@@ -85,7 +85,7 @@ class LetsNobodyLeave(TaskPool):
     """The engine stands idle rather."""
 
     def _make_room(self, resident: Resident, now_s: float, departures: list, *, everything: bool) -> bool:
-        return self._fits(resident)
+        return self._charges.fits(resident)
 
 
 MUTANTS = [

@@ -101,18 +101,25 @@ class Charges:
     def missing(self, resident: Resident, tokens: int, *, beside_running: bool = False) -> int:
         """Positions that the pool lacks for the task to have `tokens`; 0 or less: none. `beside_running`: when nobody
         else holds any but those that run."""
-        shared = self._groups[resident.group].shared_tokens
-        own = self._blocks(max(1, tokens - shared))
+        shared, block = self._groups[resident.group].shared_tokens, self.block_tokens
+        own = tokens - shared if tokens > shared else 1
+        needed = -(-own // block) * block - self.budget_tokens  # `_blocks`: this is asked most often of all
+        held = self._all
         if beside_running:
-            held, mine = self._running, 0
+            held = self._running
         else:
-            held, mine = self._all, resident.charged_tokens
-        prompt = 0 if resident.group in held.holders else shared
-        return held.tokens + own - mine + prompt - self.budget_tokens
+            needed -= resident.charged_tokens
+        return held.tokens + needed + (0 if resident.group in held.holders else shared)
+
+    def fits(self, resident: Resident) -> bool:
+        """Whether its next turn has room as it is."""
+        return self.missing(resident, resident.wanted_tokens) <= 0
 
     def refuse(self, resident: Resident, tokens: int) -> None:
         """Raises `RequestTooLarge` where the pool cannot hold so many positions of the task, even with nobody else."""
         shared = self._groups[resident.group].shared_tokens
+        if max(tokens, shared) + self.block_tokens <= self.budget_tokens:
+            return
         if shared + self._blocks(max(1, tokens - shared)) > self.budget_tokens:
             raise RequestTooLarge(
                 f"a turn of {tokens} tokens never fits {self.budget_tokens} tokens of KV",

@@ -7,9 +7,9 @@ says what holding is worth, `pool` who needs room.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tiderl.data.errors import InvariantViolation
 from tiderl.data.records import TaskKey
@@ -22,8 +22,7 @@ HoldS = Callable[[str | None], float]
 """For how long KV is held: while a task of this kind waits for its environment, None: while one waits for room."""
 
 
-@dataclass(frozen=True)
-class Departure:
+class Departure(NamedTuple):
     """A task's KV that has to leave the replica now."""
 
     key: TaskKey
@@ -40,8 +39,9 @@ class Holding:
     def __init__(self, charges: Charges, rank: Rank) -> None:
         self._charges = charges
         self._due_tokens = 0  # charged to tasks whose KV is due, without their groups' prompts
-        self._held: dict[str, OrderedDict[TaskKey, Resident]] = {}  # by kind, oldest wait first: not due yet
-        self._worth: dict[str, OrderedDict[TaskKey, Resident]] = {}  # as these, whether it has gone meanwhile or not
+        # By kind, oldest wait first: not due yet; and as these, whether it has gone meanwhile or not.
+        self._held: defaultdict[str, OrderedDict[TaskKey, Resident]] = defaultdict(OrderedDict)
+        self._worth: defaultdict[str, OrderedDict[TaskKey, Resident]] = defaultdict(OrderedDict)
         self._ready: OrderedDict[TaskKey, Resident] = OrderedDict()  # as these, of tasks that wait for room
         self._due = Ranked(rank, lowest=True)
         self.queued_s = 0.0
@@ -55,15 +55,15 @@ class Holding:
 
     def hold(self, resident: Resident) -> None:
         """It waits since its `since_s`, later than everybody here."""
-        self._waiting(resident)[resident.key] = resident
-        self._worth.setdefault(resident.kind, OrderedDict())[resident.key] = resident
+        self._held[resident.kind][resident.key] = resident
+        self._worth[resident.kind][resident.key] = resident
 
     def wait_for_room(self, resident: Resident, now_s: float) -> None:
         """Its next turn could run, since its `ready_s`: it is held for that long anew, and its priority has changed."""
         self._forget(resident)
         if resident in self._due:
             self._due.add(resident, now_s)
-        elif self._waiting(resident).pop(resident.key, None) is not None:
+        elif self._held[resident.kind].pop(resident.key, None) is not None:
             self._ready[resident.key] = resident
 
     def release(self, resident: Resident) -> None:
@@ -76,7 +76,7 @@ class Holding:
             self._due.discard(resident)
             self._due_tokens -= resident.charged_tokens
         elif self._ready.pop(resident.key, None) is None:
-            self._waiting(resident).pop(resident.key, None)
+            self._held[resident.kind].pop(resident.key, None)
 
     def drop(self, resident: Resident) -> None:
         """Its KV is gone."""
@@ -140,10 +140,4 @@ class Holding:
 
     def _forget(self, resident: Resident) -> None:
         """Its environment does not work any more."""
-        worth = self._worth.get(resident.kind)
-        if worth is not None:
-            worth.pop(resident.key, None)
-
-    def _waiting(self, resident: Resident) -> OrderedDict[TaskKey, Resident]:
-        """Those of its kind."""
-        return self._held.setdefault(resident.kind, OrderedDict())
+        self._worth[resident.kind].pop(resident.key, None)

@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice
+from operator import neg
 
 from tiderl.data.records import TaskKey
 from tiderl.schedule.priority import Key
@@ -40,10 +41,6 @@ class Ranked:
     def __contains__(self, resident: Resident) -> bool:
         return resident.key in self._places
 
-    def __getitem__(self, position: int) -> Resident:
-        """As they were looked at last."""
-        return self._entries[position][2]
-
     def add(self, resident: Resident, now_s: float) -> None:
         """It comes last among equals, also when it is here already."""
         self.discard(resident)
@@ -73,6 +70,20 @@ class Ranked:
             self._insert(now, arrival, resident)
         return None
 
+    def passing(self, but: Resident, passes: Callable[[Resident], bool], misses: int) -> Iterator[Resident]:
+        """Who passes, `but` left out, in the order in which they were looked at last, until so many do not. Each of
+        them leaves before the next is asked for."""
+        position = 0
+        while misses and position < len(self._entries):
+            resident = self._entries[position][2]
+            if resident is but:
+                position += 1
+            elif passes(resident):
+                yield resident
+            else:
+                position += 1
+                misses -= 1
+
     def _look_at_all(self, now_s: float) -> None:
         self._looks = 0
         self._entries = sorted((self._key(entry[2], now_s), *entry[1:]) for entry in self._entries)
@@ -84,7 +95,7 @@ class Ranked:
 
     def _key(self, resident: Resident, now_s: float) -> Key:
         key = self._rank(resident, now_s)
-        return key if self._lowest else tuple(-part for part in key)
+        return key if self._lowest else tuple(map(neg, key))
 
 
 class Ready:
@@ -125,14 +136,7 @@ class Ready:
 
     def behind(self, head: Resident, fits: Callable[[Resident], bool]) -> Iterator[Resident]:
         """Those behind `head` that fit, by rank, each of which leaves at once, until there are too many that do not."""
-        position = missed = 0
-        while missed < CANDIDATES and position < len(self._ranked):
-            resident = self._ranked[position]
-            if resident is not head and fits(resident):
-                yield resident
-            else:
-                position += 1
-                missed += resident is not head
+        return self._ranked.passing(head, fits, CANDIDATES)
 
     @property
     def aged_s(self) -> float:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tiderl.data.errors import InvariantViolation
 from tiderl.data.records import TaskKey
@@ -32,8 +32,7 @@ BATCHES = 2
 """Turns in an engine, in full batches, up to which more tasks are admitted: one runs, one is there to follow."""
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What follows from an event: whose turn may run now, in order, and whose KV leaves before."""
 
     go: tuple[TaskKey, ...] = ()
@@ -276,14 +275,11 @@ class TaskPool:
                 continue
             used_tokens = self.used_tokens
             if not aged:
-                for other in self._ready.behind(head, self._fits):
+                for other in self._ready.behind(head, self._charges.fits):
                     self._start(other, go)
             if self.used_tokens >= used_tokens:
                 break  # else a context has become shorter, and the head may fit now
         return Verdict(tuple(go), tuple(departures))
-
-    def _fits(self, resident: Resident) -> bool:
-        return self._charges.missing(resident, resident.wanted_tokens) <= 0
 
     def _start(self, resident: Resident, go: list[TaskKey]) -> None:
         self._ready.discard(resident)
@@ -294,7 +290,7 @@ class TaskPool:
         go.append(resident.key)
 
     def _make_room(self, resident: Resident, now_s: float, departures: list[Departure], *, everything: bool) -> bool:
-        if self._fits(resident):
+        if self._charges.fits(resident):
             return True
         price = self.price()
         left = self._holding.make_room(resident, now_s, price, None if everything else self._hold_s(price))

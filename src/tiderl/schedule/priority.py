@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 PriorityName = Literal["tiers", "weighted", "deadlines"]
 Key = tuple[float, ...]
@@ -34,9 +34,8 @@ class Weights:
                 raise ValueError(f"the weight of {name} is {value}: it must be a number of at least 0")
 
 
-@dataclass(frozen=True)
-class TaskFacts:
-    """What is known of one task when it is compared."""
+class TaskFacts(NamedTuple):
+    """What is known of one task when it is compared: made anew several times for each decision."""
 
     evaluation: bool = False
     group_done_fraction: float = 0.0

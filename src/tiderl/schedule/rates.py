@@ -69,7 +69,7 @@ class EngineRates:
     _prefills: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_PREFILLS))
     _line: tuple[float, float] = (1.0, 0.0)
     _compute_token_s: float = 0.0
-    _fitted: int = -REFRESH_EVERY
+    _refresh_at: int = MIN_TURNS  # turns
     _idle: float = 0.0
     _since_s: float | None = None
 
@@ -138,9 +138,9 @@ class EngineRates:
         self._since_s = now_s
 
     def _refresh(self) -> None:
-        if not self.known or self.turns - self._fitted < REFRESH_EVERY:
+        if self.turns < self._refresh_at:
             return
-        self._fitted = self.turns
+        self._refresh_at = self.turns + REFRESH_EVERY
         tokens, seconds = self._measured
         if tokens:
             self._compute_token_s = seconds / tokens

@@ -21,6 +21,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -58,7 +59,7 @@ class Price:
         """How KV leaves, when it does."""
         return "offload" if self.reload_token_s is not None and self.reload_token_s < self.compute_token_s else "drop"
 
-    @property
+    @cached_property
     def hold_s(self) -> float:
         """τ of the deterministic rule: independent of how many tokens there are, infinite when memory is free."""
         return self.back_token_s / self.token_second if self.token_second > 0 else math.inf
