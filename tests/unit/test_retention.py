@@ -116,14 +116,14 @@ def test_few_waits_are_not_trusted_and_many_only_within_a_factor() -> None:
     price, waits = Price(1e-3, 1e-2), Waits()  # 10 s without prediction
     for _ in range(TRUSTED_WAITS - 1):
         waits.observe(0.01)
-    assert waits.hold_s(price) == 10.0
+    assert waits.hold_s(price.hold_s) == 10.0
     waits.observe(0.01)
-    assert waits.hold_s(price) == 10.0 * ROBUSTNESS, "all are short: the best is to keep them for ever"
+    assert waits.hold_s(price.hold_s) == 10.0 * ROBUSTNESS, "all are short: the best is to keep them for ever"
     for _ in range(REMEMBERED_WAITS):
         waits.observe(1e6)
-    assert waits.hold_s(price) == 10.0 / ROBUSTNESS, "all are endless: the best is to keep none"
-    assert waits.hold_s(Price(0.0, 1.0)) == math.inf
-    assert waits.hold_s(Price(1.0, 0.0)) == 0.0
+    assert waits.hold_s(price.hold_s) == 10.0 / ROBUSTNESS, "all are endless: the best is to keep none"
+    assert waits.hold_s(Price(0.0, 1.0).hold_s) == math.inf
+    assert waits.hold_s(Price(1.0, 0.0).hold_s) == 0.0
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -132,7 +132,7 @@ def test_waits_unlike_those_seen_cost_a_bounded_factor(seen: list[float], waited
     price, waits = Price(1e-3, 1e-2), Waits()
     for wait in seen:
         waits.observe(wait)
-    hold_s = waits.hold_s(price)
+    hold_s = waits.hold_s(price.hold_s)
     assert price.hold_s / ROBUSTNESS <= hold_s <= price.hold_s * ROBUSTNESS
     found = outcome(price, waited, hold_s)
     assert found.cost_s <= (1 + ROBUSTNESS) * found.clairvoyant_s * (1 + 1e-9)
@@ -142,15 +142,15 @@ def test_the_hold_follows_the_price_and_the_newest_waits() -> None:
     waits = Waits()
     for _ in range(TRUSTED_WAITS):
         waits.observe(8.0)
-    assert waits.hold_s(Price(1e-3, 1e-2)) == 10.0 * ROBUSTNESS, "8 s are worth it, for R of 10 s"
-    assert waits.hold_s(Price(1e-3, 5e-3)) == 5.0 / ROBUSTNESS, "not for one of 5 s"
+    assert waits.hold_s(Price(1e-3, 1e-2).hold_s) == 10.0 * ROBUSTNESS, "8 s are worth it, for R of 10 s"
+    assert waits.hold_s(Price(1e-3, 5e-3).hold_s) == 5.0 / ROBUSTNESS, "not for one of 5 s"
     for _ in range(REFRESH_EVERY):
         waits.observe(0.5)
     # A third takes half a second: holding as long costs 0.5 or 0.5 + 5, 3.8 on average, holding none 5. Too short.
-    assert waits.hold_s(Price(1e-3, 5e-3)) == 5.0 / ROBUSTNESS
+    assert waits.hold_s(Price(1e-3, 5e-3).hold_s) == 5.0 / ROBUSTNESS
     for _ in range(10 * REFRESH_EVERY):
         waits.observe(2.0)
-    assert waits.hold_s(Price(1e-3, 5e-3)) == 2.0
+    assert waits.hold_s(Price(1e-3, 5e-3).hold_s) == 2.0
 
 
 def test_memory_that_nobody_queued_for_is_not_charged() -> None:

@@ -135,8 +135,9 @@ class Charges:
         before, ran = resident.charged_tokens, resident.charged_tokens if resident.charged_running else 0
         self._all.change(resident.group, shared, before, charged)
         runs = charged if running else 0
-        self._running.change(resident.group, shared, ran, runs)
-        self.running_tokens += runs - ran
+        if runs != ran:
+            self._running.change(resident.group, shared, ran, runs)
+            self.running_tokens += runs - ran
         resident.charged_tokens, resident.charged_running = charged, running
         if self._all.tokens < 0:
             raise InvariantViolation(f"{self._all.tokens} tokens used", where="task pool, I4")

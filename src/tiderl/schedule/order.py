@@ -43,7 +43,8 @@ class Ranked:
 
     def add(self, resident: Resident, now_s: float) -> None:
         """It comes last among equals, also when it is here already."""
-        self.discard(resident)
+        if resident.key in self._places:
+            self.discard(resident)
         self._arrivals += 1
         self._insert(self._key(resident, now_s), self._arrivals, resident)
 
@@ -54,6 +55,9 @@ class Ranked:
 
     def first(self, now_s: float, *, but: Resident | None = None) -> Resident | None:
         """Who comes first now, `but` left out; None: nobody."""
+        if len(self._entries) == 1:
+            only = self._entries[0][2]
+            return None if only is but else only
         self._looks += 1
         if self._looks > len(self._entries):
             self._look_at_all(now_s)

@@ -299,7 +299,8 @@ class TaskPool:
 
     def _hold_s(self, price: Price) -> HoldS:
         """A wait for room is as long as it is: no histogram tells."""
-        return lambda kind: price.hold_s if kind is None else self.kinds[kind].waits.hold_s(price)
+        base, kinds = price.hold_s, self.kinds
+        return lambda kind: base if kind is None else kinds[kind].waits.hold_s(base)
 
     def _rank(self, resident: Resident, now_s: float) -> Key:
         return priority(resident.facts(resident, now_s), self.rule, self.weights, now_s=now_s)

@@ -21,7 +21,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -59,7 +58,7 @@ class Price:
         """How KV leaves, when it does."""
         return "offload" if self.reload_token_s is not None and self.reload_token_s < self.compute_token_s else "drop"
 
-    @cached_property
+    @property
     def hold_s(self) -> float:
         """τ of the deterministic rule: independent of how many tokens there are, infinite when memory is free."""
         return self.back_token_s / self.token_second if self.token_second > 0 else math.inf
@@ -105,9 +104,8 @@ class Waits:
         self._stale += 1
         self.mean_s += (seconds - self.mean_s) / len(self._waits)
 
-    def hold_s(self, price: Price) -> float:
-        """How long to keep KV at this price."""
-        base = price.hold_s
+    def hold_s(self, base: float) -> float:
+        """How long to keep KV, where the deterministic rule says `base` seconds (`Price.hold_s`)."""
         if base <= 0.0 or math.isinf(base) or len(self._waits) < TRUSTED_WAITS:
             return base
         if self._known is None or self._stale >= REFRESH_EVERY or not 0.8 < self._known[0] / base < 1.25:
