@@ -55,9 +55,6 @@ class Ranked:
 
     def first(self, now_s: float, *, but: Resident | None = None) -> Resident | None:
         """Who comes first now, `but` left out; None: nobody."""
-        if len(self._entries) == 1:
-            only = self._entries[0][2]
-            return None if only is but else only
         self._looks += 1
         if self._looks > len(self._entries):
             self._look_at_all(now_s)
