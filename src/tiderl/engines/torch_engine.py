@@ -183,7 +183,12 @@ class TorchEngine:
         """Let running turns grow, then start queued ones with what room is left."""
         preempted = self._admission.make_room(self._rows.lives)
         if preempted:
-            self._rows.vacate(self._rows.numbers(preempted))
+            rows = self._rows.numbers(preempted)
+            for row in rows:
+                live = self._rows.lives[row]
+                if live.filled and self._spills(live.filled):
+                    self._host.put(live.turn.task, self._rows.computed_kv(row, self._version))
+            self._rows.vacate(rows)
             for live in preempted:
                 live.forget_kv()
         started = self._admission.admit(self._settings.max_batch - len(self._rows.lives), self._clock())
@@ -193,7 +198,13 @@ class TorchEngine:
                 live.own_kv = self._rows.shortened(live.own_kv, usable)
         self._rows.append(started)
         for task, entry in self._residency.take_evicted():
+            if self._spills(entry.tokens):
+                self._host.put(task, entry)
             self._keep_prefix(group_of(task), entry, self._rows.lives)
+
+    def _spills(self, tokens: int) -> bool:
+        """Under `ctb`, KV that pressure takes goes to host memory, where that has room."""
+        return self._residency.by_task and self._host.has_room_for(tokens)
 
     def _fill_rows(self) -> list[int]:
         """How many tokens each of the rows behind the decoding ones prefills in this step."""

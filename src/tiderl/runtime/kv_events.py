@@ -45,7 +45,7 @@ def retention(key: TaskKey, replica: int, outcome: Outcome, now_s: float) -> KvR
         held_s=outcome.held_s,
         hold_s=outcome.price.hold_s,
         token_second=outcome.price.token_second,
-        back_token_s=outcome.price.back_token_s,
+        back_token_s=outcome.price.back_token_s(outcome.tokens),
         cost_s=outcome.cost_s,
         clairvoyant_s=outcome.clairvoyant_s,
     )

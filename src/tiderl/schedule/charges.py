@@ -111,6 +111,13 @@ class Charges:
             needed -= resident.charged_tokens
         return held.tokens + needed + (0 if resident.group in held.holders else shared)
 
+    def missing_for(self, group: Hashable, tokens: int) -> int:
+        """As `missing`, for one more of a group, which may be here."""
+        known = self._groups.get(group)
+        shared = known.shared_tokens if known is not None else 0
+        prompt = 0 if group in self._all.holders else shared
+        return self._all.tokens + prompt + self._blocks(max(1, tokens - shared)) - self.budget_tokens
+
     def fits(self, resident: Resident) -> bool:
         """Whether its next turn has room as it is."""
         return self.missing(resident, resident.wanted_tokens) <= 0

@@ -22,7 +22,7 @@ from tiderl.data.records import TaskKey
 from tiderl.schedule.bookings import Bookings
 from tiderl.schedule.charges import Charges
 from tiderl.schedule.holding import Departure, Holding, HoldS
-from tiderl.schedule.order import Ready
+from tiderl.schedule.order import CANDIDATES, Ready
 from tiderl.schedule.priority import STANDARD, Key, PriorityName, TaskFacts, Weights, priority
 from tiderl.schedule.rates import EngineRates
 from tiderl.schedule.residents import Facts, Kind, Resident
@@ -108,7 +108,7 @@ class TaskPool:
         token_second = memory_price(
             self._charges.running_tokens + self._mean_tokens, rates.elasticity(self.active, self.max_batch)
         )
-        return Price(token_second, rates.compute_token_s, self.reload_token_s)
+        return Price(token_second, rates.compute_token_s, self.reload_token_s, self._mean_tokens)
 
     def expected_first_tokens(self, kind: str, group: Hashable) -> float | None:
         """Context of a first turn: the group's own where a member has begun, else its kind's; None: nothing known."""
@@ -116,15 +116,27 @@ class TaskPool:
 
     def room_for(self, kind: str, tokens: float, now_s: float, tasks: int = 1, *, group: Hashable = None) -> bool:
         """Whether so many more tasks with first contexts of this size can be admitted, of a group that may be here.
-        Never while others wait, or when as many turns as `BATCHES` run are in the engine already: then more tasks would
-        only wait there, with longer contexts. Always one where no turn runs or is about to."""
-        if self._ready or (self.max_batch and self.active + self.unbegun >= BATCHES * self.max_batch):
+        While others wait, only what fills a gap. Never when as many turns as `BATCHES` run are in the engine already:
+        then more tasks would only wait there, with longer contexts. Always one where no turn runs or is about to."""
+        if self.max_batch and self.active + self.unbegun >= BATCHES * self.max_batch:
             return False
+        if self._ready:
+            return tasks == 1 and self._fills_a_gap(kind, math.ceil(tokens), group)
         if not self.active and not self.unbegun and tasks == 1:
             return True
         resident = self._resident(now_s)
         peak_tokens = self._bookings.peak_tokens(kind, group, math.ceil(tokens), tasks, resident=resident)
         return peak_tokens <= self.budget_tokens
+
+    def _fills_a_gap(self, kind: str, tokens: int, group: Hashable) -> bool:
+        """Whether one more may take at once what no task that waits can use. Its later turns will mostly wait: so only
+        where KV comes back from host memory, which delays nobody else, and while those that do not run are no more than
+        are looked at for a place."""
+        if not self.rates.known or kind not in self.kinds or len(self) - self.active >= CANDIDATES:
+            return False
+        wanted = tokens + self.kinds[kind].growth.reserved_tokens(self.budget_tokens)
+        missing = self._charges.missing_for(group, wanted) + self.unbegun * wanted
+        return missing <= 0 and self.price().leave == "offload"
 
     def _resident(self, now_s: float) -> float:
         """The share of the tasks that hold KV, or would be worth it: all but those whose environments have worked for

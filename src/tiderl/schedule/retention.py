@@ -13,6 +13,9 @@ D(τ) = c·r·P(T > τ) seconds a turn, in which nobody else advances: with a(b)
 dH = −(b / ε)·dD, ε = A / a = d ln X / d ln b. So a token-second is worth ε / (b·c), b·c being what runs, and not ε / M:
 where most of the pool waits, memory is worth more than its share. Who computes again delays itself too, which counts
 where hardly anybody else runs: λ = ε / (c + b·c).
+
+Loading c tokens from host memory, r seconds each, delays only their own task, in whose room they lie meanwhile: the
+turn takes a + H + c·r·P(T > τ). So it costs what holding them for c·r seconds costs, λ·c·c·r, and τ = c·r.
 """
 
 from __future__ import annotations
@@ -47,21 +50,24 @@ class Price:
     """Engine seconds to compute one token's KV again."""
     reload_token_s: float | None = None
     """Seconds to load one token's KV from host memory; None where it cannot be offloaded."""
+    context_tokens: float = 0.0
+    """Of a task here, on average."""
 
-    @property
-    def back_token_s(self) -> float:
-        """The cheaper way back."""
-        return self.compute_token_s if self.reload_token_s is None else min(self.compute_token_s, self.reload_token_s)
+    def back_token_s(self, tokens: float) -> float:
+        """Engine seconds that bringing so many tokens back costs for each of them, by the cheaper way."""
+        if self.reload_token_s is None:
+            return self.compute_token_s
+        return min(self.compute_token_s, self.token_second * tokens * self.reload_token_s)
 
     @property
     def leave(self) -> Choice:
         """How KV leaves, when it does."""
-        return "offload" if self.reload_token_s is not None and self.reload_token_s < self.compute_token_s else "drop"
+        return "offload" if self.back_token_s(self.context_tokens) < self.compute_token_s else "drop"
 
     @property
     def hold_s(self) -> float:
-        """τ of the deterministic rule: independent of how many tokens there are, infinite when memory is free."""
-        return self.back_token_s / self.token_second if self.token_second > 0 else math.inf
+        """τ of the deterministic rule, for a context of average length; infinite when memory is free."""
+        return self.back_token_s(self.context_tokens) / self.token_second if self.token_second > 0 else math.inf
 
 
 def memory_price(delayed_tokens: float, elasticity: float) -> float:
@@ -130,9 +136,9 @@ class Outcome:
 
     @property
     def cost_s(self) -> float:
-        back = 0.0 if self.choice == "keep" else self.tokens * self.price.back_token_s
+        back = 0.0 if self.choice == "keep" else self.tokens * self.price.back_token_s(self.tokens)
         return self.price.token_second * self.tokens * self.held_queued_s + back
 
     @property
     def clairvoyant_s(self) -> float:
-        return self.tokens * min(self.price.token_second * self.queued_s, self.price.back_token_s)
+        return self.tokens * min(self.price.token_second * self.queued_s, self.price.back_token_s(self.tokens))

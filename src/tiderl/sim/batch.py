@@ -42,8 +42,9 @@ class Batch:
         # Whole blocks only, but as many as the largest turn that is not refused.
         largest = min(settings.kv_budget_tokens, settings.model.max_context_tokens)
         blocks = max(settings.kv_budget_tokens // block, -(-largest // block))
-        self.pool = BlockPool(blocks, block, settings.min_shared_tokens, by_task=settings.kv_policy == "ctb")
         self.host = HostKv(host_budget_tokens(settings, cost), cost.kv_reload_token_s)
+        by_task = settings.kv_policy == "ctb"
+        self.pool = BlockPool(blocks, block, settings.min_shared_tokens, by_task=by_task, spill=self._spill)
         self.max_batch = min(settings.max_batch, cost.max_batch)
         self.prefill_tokens = settings.prefill_tokens_per_step
         self.prefill_tokens_beside = min(self.prefill_tokens, settings.prefill_tokens_beside_decoding)
@@ -265,6 +266,11 @@ class Batch:
         self.pool.forget(task, self._shared(task))
         self.host.drop(task)
         self._forks.pop(task, None)
+
+    def _spill(self, task: TaskKey, tokens: int) -> None:
+        """Pressure takes a task's KV: it goes to host memory, where that has room."""
+        if tokens:
+            self.host.put(task, tokens)
 
     def offload(self, task: TaskKey) -> None:
         """Move what a waiting task has to host memory, until its next turn; without room there it stays where it is."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from tiderl.data.errors import InvariantViolation
@@ -66,10 +66,19 @@ class BlockPool:
     the queue is empty whole tasks are dropped, the lowest priority first, then the least recently used.
     """
 
-    def __init__(self, blocks: int, block_tokens: int, min_shared_tokens: int = 1, *, by_task: bool = False) -> None:
-        """What tasks have in common is computed by each where it is less than `min_shared_tokens`."""
+    def __init__(
+        self,
+        blocks: int,
+        block_tokens: int,
+        min_shared_tokens: int = 1,
+        *,
+        by_task: bool = False,
+        spill: Callable[[TaskKey, int], object] = lambda task, tokens: None,
+    ) -> None:
+        """What tasks have in common is computed by each where it is less than `min_shared_tokens`. `spill`: told of a
+        task that goes whole to make room, and from how many tokens of its context it could have gone on."""
         self.blocks, self.block_tokens, self.min_shared_tokens = blocks, block_tokens, min_shared_tokens
-        self.by_task = by_task
+        self.by_task, self._spill = by_task, spill
         self.used = 0  # by running turns, each prefix once
         self.cached = 0
         self.shared = 0  # blocks of prefixes, counted once for each running turn after the first
@@ -152,6 +161,8 @@ class BlockPool:
             return self._evict_task()
         name, entry = next(iter(self._queue.items()))
         whole = self.by_task and isinstance(entry, _Run)
+        if whole and isinstance(name, TaskKey):
+            self._spill(name, self.cached_tokens_of(name))
         taken = entry.cached if whole else min(blocks, entry.cached)
         entry.cached -= taken
         self.cached -= taken
@@ -163,6 +174,8 @@ class BlockPool:
 
     def _evict_task(self) -> int:
         task = self._held.first_to_go()
+        if task is not None:
+            self._spill(task, self.cached_tokens_of(task))
         run = None if task is None else self._pop(task)
         if run is None:
             raise InvariantViolation(f"{self.used} of {self.blocks} blocks used", where="simulated KV, I4")
