@@ -124,9 +124,43 @@ def test_by_task_the_lowest_priority_goes_whole_and_alone() -> None:
         cached = [(await engine.generate(turn_of(task, 1, 92, retain=False))).cached_tokens for task in range(3)]
         return [stats.resident_tokens, stats.held_tokens, stats.evicted_tokens], cached
 
-    tokens, cached = play(engine_of(300), main)
+    tokens, cached = play(engine_of(300, host=0), main)
     assert tokens == [180, 180, 90]
     assert cached == [90, 0, 90], "task 1 came before task 2, and task 0 is worth more"
+
+
+def test_what_pressure_takes_goes_to_host_memory_and_is_loaded_from_there() -> None:
+    async def main(engine: SimEngine) -> tuple[list[int], int, float, int]:
+        for task, priority in enumerate((1.0, 0.0, 0.0)):
+            await engine.generate(turn_of(task, 0, 91, priority=priority))
+        await engine.generate(turn_of(9, 0, 81, retain=False))
+        stats = engine.stats
+        seconds, again = await seconds_of(engine.generate(turn_of(1, 1, 92, retain=False)))
+        return (
+            [stats.held_tokens, stats.evicted_tokens, stats.offloaded_tokens],
+            again.cached_tokens,
+            seconds,
+            (engine.stats.offloaded_tokens),
+        )
+
+    tokens, cached, seconds, left = play(engine_of(300), main)
+    assert (tokens, cached, left) == ([180, 90, 90], 90, 0)
+    assert seconds == pytest.approx(90 * RELOAD_S + iteration_s(2)), "loaded, and then two positions computed"
+
+
+@pytest.mark.parametrize(("host", "computed"), [(0, 62 + 51), (100, 62 + 1)], ids=["none", "enough"])
+def test_a_running_turn_that_gives_way_does_not_compute_again_what_the_host_has(host: int, computed: int) -> None:
+    """Two grow from 31 to 71 positions in a pool of 11 blocks. At 51 both need their sixth: who came last has computed
+    50, and its next token makes 51."""
+
+    async def main(engine: SimEngine) -> tuple[int, int, int]:
+        turns = (engine.generate(turn_of(task, 0, 31, 41, retain=False)) for task in range(2))
+        both = await asyncio.gather(*turns)
+        stats = engine.stats
+        assert [len(result.ids) for result in both] == [41, 41]
+        return stats.preemptions, stats.prefilled_tokens, stats.offloaded_tokens
+
+    assert play(engine_of(110, host=host), main) == (1, computed, 0)
 
 
 def test_at_request_level_no_hint_protects() -> None:
@@ -150,7 +184,7 @@ def test_a_hint_makes_a_held_task_the_last_of_its_priority() -> None:
         await engine.generate(turn_of(9, 0, 81, retain=False))
         return [(await engine.generate(turn_of(task, 1, 92, retain=False))).cached_tokens for task in range(3)]
 
-    assert play(engine_of(300), main) == [90, 0, 90]
+    assert play(engine_of(300, host=0), main) == [90, 0, 90]
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,14 @@ def test_prices_by_hand() -> None:
     assert memory_price(1000, 0.5) == 0.0005
     assert memory_price(0, 0.5) == 0.0, "nobody is there"
     price = Price(token_second=2e-6, compute_token_s=4e-5)
-    assert (price.hold_s, price.back_token_s, price.leave) == (pytest.approx(20.0), 4e-5, "drop")
-    fast = Price(2e-6, 4e-5, reload_token_s=1e-5)
-    assert (fast.hold_s, fast.back_token_s, fast.leave) == (pytest.approx(5.0), 1e-5, "offload")
-    slow = Price(2e-6, 4e-5, reload_token_s=5e-5)
-    assert (slow.hold_s, slow.back_token_s, slow.leave) == (pytest.approx(20.0), 4e-5, "drop")
+    assert (price.hold_s, price.back_token_s(500), price.leave) == (pytest.approx(20.0), 4e-5, "drop")
+    # 1,000 tokens are there after 0.01 s, in which they take 10 token-seconds: 2e-5 s of the engine, 2e-8 for each.
+    fast = Price(2e-6, 4e-5, reload_token_s=1e-5, context_tokens=1000)
+    assert (fast.hold_s, fast.back_token_s(1000), fast.leave) == (pytest.approx(0.01), pytest.approx(2e-8), "offload")
+    assert fast.back_token_s(500) == pytest.approx(1e-8), "half of them in half of the time"
+    # 50 s in which 1,000 tokens lie there: 1e-4 s for each, and computing one delays everybody by 4e-5 s.
+    slow = Price(2e-6, 4e-5, reload_token_s=5e-2, context_tokens=1000)
+    assert (slow.hold_s, slow.back_token_s(1000), slow.leave) == (pytest.approx(20.0), 4e-5, "drop")
     assert Price(0.0, 4e-5).hold_s == math.inf, "memory that nobody wants costs nothing"
     assert Price(2e-6, 0.0).hold_s == 0.0
 
@@ -47,6 +50,9 @@ def test_costs_by_hand() -> None:
     kept, left = outcome(price, 3.0, 4.0), outcome(price, 9.0, 4.0)
     assert (kept.choice, kept.cost_s, kept.clairvoyant_s) == ("keep", pytest.approx(0.3), pytest.approx(0.3))
     assert (left.choice, left.cost_s, left.clairvoyant_s) == ("drop", pytest.approx(0.8), pytest.approx(0.4))
+    host = Price(1e-3, 4e-3, reload_token_s=1e-2, context_tokens=100)  # 100 tokens are back after 1 s
+    left = outcome(host, 9.0, 1.0)
+    assert (left.choice, left.cost_s, left.clairvoyant_s) == ("offload", pytest.approx(0.2), pytest.approx(0.1))
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -60,7 +66,7 @@ def test_costs_by_hand() -> None:
 def test_the_rule_without_prediction_costs_at_most_twice_a_clairvoyants(
     token_second: float, compute_token_s: float, reload_token_s: float | None, waited: float, tokens: int
 ) -> None:
-    price = Price(token_second, compute_token_s, reload_token_s)
+    price = Price(token_second, compute_token_s, reload_token_s, tokens)
     found = outcome(price, waited * price.hold_s, price.hold_s, tokens)
     assert found.cost_s <= 2 * found.clairvoyant_s * (1 + 1e-9)
 

@@ -11,6 +11,7 @@ from support.pool_play import CONTEXT, MAX_TURNS, admitted, pool_of, train
 
 from tiderl.data.errors import InvariantViolation, RequestTooLarge
 from tiderl.data.records import TaskKey
+from tiderl.schedule.order import CANDIDATES
 from tiderl.schedule.pool import BATCHES, TaskPool, Verdict
 from tiderl.schedule.priority import TaskFacts
 
@@ -135,6 +136,37 @@ def test_nobody_is_admitted_while_others_wait_or_the_batch_is_full() -> None:
     pool.ask(train(0), 80, 10, 0.0)
     pool.ask(train(1), 20, 10, 0.0)
     assert not pool.room_for("train:web", 1.0, 0.0)
+
+
+def test_beside_those_who_wait_one_more_fills_a_gap_where_kv_comes_back_from_host_memory() -> None:
+    def crowded(**changes: object) -> TaskPool:
+        """96 positions, 62 of which run; the next turn needs 52. A turn says about 4, half of which is reserved."""
+        pool = pool_of(CONTEXT, 1e-3, **changes)
+        admitted(pool, train(0))
+        for _ in range(16):
+            pool.kinds["train:web"].growth.said(4)
+        pool.ask(train(0), 60, 4, 0.0)
+        admitted(pool, train(1))
+        assert pool.ask(train(1), 50, 4, 0.0) == Verdict()
+        return pool
+
+    pool = crowded(reload_token_s=1e-5)
+    assert pool.used_tokens == 62
+    assert pool.room_for("train:web", 32.0, 1.0)
+    assert not pool.room_for("train:web", 33.0, 1.0), "35 positions, and 34 are free"
+    assert not pool.room_for("train:web", 32.0, 3.0), "the patience is over: room is kept for who waits"
+    assert not pool.room_for("train:web", 16.0, 1.0, 2), "one at a time"
+    assert not pool.room_for("train:new", 10.0, 1.0), "nothing is known of what its turns say"
+    admitted(pool, train(2))
+    assert not pool.room_for("train:web", 16.0, 1.0), "who was admitted has not begun and will take as much"
+    assert pool.room_for("train:web", 15.0, 1.0)
+    for number in range(3, 1 + CANDIDATES):
+        assert pool.room_for("train:web", 1.0, 1.0), number
+        admitted(pool, train(number))
+        pool.unbegun -= 1  # they have begun, and their environments work
+    assert not pool.room_for("train:web", 1.0, 1.0), "of more, not each would be looked at for a place"
+    assert not crowded().room_for("train:web", 10.0, 1.0), "computing again delays everybody"
+    assert not crowded(reload_token_s=100.0).room_for("train:web", 10.0, 1.0), "loading takes longer than computing"
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.engine_core_suite import drain, run
 from support.tiny_models import check_against_oracle, engine_settings, replace, task, turn, weights
@@ -90,6 +91,21 @@ def test_an_aborted_turn_is_held_too() -> None:
     assert engine.stats().held_tokens == 0
     assert engine.abort(task(0), 0) is not None
     assert engine.stats().held_tokens == engine.stats().resident_tokens == 24 + 3  # the fourth was never computed
+
+
+@pytest.mark.parametrize(("kv_policy", "host", "cached"), [("ctb", 100, 22), ("ctb", 20, 0), ("lru", 100, 0)])
+def test_what_pressure_takes_of_tasks_goes_to_host_memory(kv_policy: str, host: int, cached: int) -> None:
+    """22 positions of each of three are held, of 72: for 28 more the first of them goes."""
+    engine = ready(kv_policy, kv_budget_tokens=72, max_batch=1, host_kv_budget_tokens=host)
+    first, *_ = (run(engine, other(number, 20))[0] for number in range(3))
+    run(engine, other(9, 25, retain=False, priority=1.0))
+    stats = engine.stats()
+    assert (stats.evicted_tokens, stats.offloaded_tokens) == (22, cached)
+    again = replace(other(0, 20), turn=1, ids=np.array([*other(0, 20).ids, *first.ids, 40], dtype=np.int32))
+    (second,) = run(engine, again)
+    assert second.cached_tokens == cached
+    check_against_oracle("qwen3", again, second)
+    assert engine.stats().offloaded_tokens == 0
 
 
 def member(number: int, **changes: object) -> Turn:

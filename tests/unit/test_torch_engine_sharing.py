@@ -293,6 +293,19 @@ def test_turns_start_on_what_they_will_probably_need() -> None:
         assert engine.stats().generated_tokens - FIRST_TURNS == together
 
 
+@pytest.mark.parametrize("host", [0, 100])
+def test_under_ctb_who_gives_way_goes_on_from_host_memory(host: int) -> None:
+    engine = taught(kv_policy="ctb", kv_budget_tokens=60, host_kv_budget_tokens=host)
+    before = engine.stats().prefilled_tokens
+    turns = [turn(n, range(2 + n, 14 + n), 30, retain=False) for n in range(3)]
+    check_all(turns, run(engine, *turns))
+    stats = engine.stats()
+    again = stats.prefilled_tokens - before - 3 * 12
+    assert stats.preemptions > 0 and stats.offloaded_tokens == 0
+    # With the host, all but the token that was sampled last and has no KV yet.
+    assert again == stats.preemptions if host else again > 12 * stats.preemptions
+
+
 def test_who_gives_way_is_the_most_junior_and_keeps_its_tokens() -> None:
     engine = taught(kv_budget_tokens=60)
     turns = [turn(n, range(2 + n, 14 + n), 30, priority=float(n == 2)) for n in range(3)]

@@ -121,18 +121,20 @@ class TaskPool:
         if self.max_batch and self.active + self.unbegun >= BATCHES * self.max_batch:
             return False
         if self._ready:
-            return tasks == 1 and self._fills_a_gap(kind, math.ceil(tokens), group)
+            return tasks == 1 and self._fills_a_gap(kind, math.ceil(tokens), now_s, group)
         if not self.active and not self.unbegun and tasks == 1:
             return True
         resident = self._resident(now_s)
         peak_tokens = self._bookings.peak_tokens(kind, group, math.ceil(tokens), tasks, resident=resident)
         return peak_tokens <= self.budget_tokens
 
-    def _fills_a_gap(self, kind: str, tokens: int, group: Hashable) -> bool:
-        """Whether one more may take at once what no task that waits can use. Its later turns will mostly wait: so only
-        where KV comes back from host memory, which delays nobody else, and while those that do not run are no more than
-        are looked at for a place."""
-        if not self.rates.known or kind not in self.kinds or len(self) - self.active >= CANDIDATES:
+    def _fills_a_gap(self, kind: str, tokens: int, now_s: float, group: Hashable) -> bool:
+        """Whether one more may take at once what no task that waits can use; not while room is kept for one that waited
+        beyond the patience. Its later turns will mostly wait: so only where KV comes back from host memory, which
+        delays nobody else, and while those that do not run are fewer than are looked at for a place."""
+        if now_s >= self._ready.aged_s or len(self) - self.active >= CANDIDATES:
+            return False
+        if not self.rates.known or kind not in self.kinds:
             return False
         wanted = tokens + self.kinds[kind].growth.reserved_tokens(self.budget_tokens)
         missing = self._charges.missing_for(group, wanted) + self.unbegun * wanted
