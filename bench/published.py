@@ -274,7 +274,7 @@ def main() -> None:
     for name in args.names or TABLE[part]:
         if args.floors:
             _say(floor(name, size), args.json)
-            if TABLE[part][name]["set"]:
+            if any(change.startswith("env.slots=") for change in TABLE[part][name]["set"]):  # a cap on tasks
                 _say(floor(name, size, capped=False), args.json)
         elif args.candidates:
             for label in TABLE[part][name]["rows"]:

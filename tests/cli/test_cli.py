@@ -154,15 +154,19 @@ def test_a_simulation_without_json_prints_its_summary_on_stdout(capsys: Capture)
     assert text.startswith("done after 2 updates") and "note: train.lr has no effect" in text
 
 
-def interrupt_after(seconds: float) -> None:
-    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+def interrupt_after(seconds: float, number: int = signal.SIGINT) -> None:
+    threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
 
 
-def test_ctrl_c_in_a_simulation_says_how_far_it_came(tmp_path: Path, capsys: Capture) -> None:
+def test_a_simulation_that_is_stopped_says_how_far_it_came(tmp_path: Path, capsys: Capture) -> None:
     assert execute(["sim", BUILTIN, "-o", "train.updates=1"]) == 0  # imports what a simulation needs
-    for save, kept in ([], "nothing is kept"), (["--save", "x"], "its events so far are in runs/x/events"):
+    cases = (
+        (signal.SIGINT, [], "nothing is kept"),
+        (signal.SIGTERM, ["--save", "x"], "its events so far are in runs/x/events"),
+    )
+    for number, save, kept in cases:
         capsys.readouterr()
-        interrupt_after(1.5)
+        interrupt_after(1.5, number)
         assert execute(["sim", BUILTIN, "-o", "train.updates=1000000", "--json", *save]) == 130
         shown = capsys.readouterr()
         assert shown.out == ""
@@ -183,6 +187,9 @@ def test_a_saved_simulation_is_not_trained_on_and_not_written_over(capsys: Captu
     capsys.readouterr()
     assert execute(["train", "--resume", "kept"]) == 2
     assert "this is a saved simulation, of which nothing can be gone on with\n  train its" in capsys.readouterr().err
+    assert execute(["show", "kept"]) == execute(["eval", "kept"]) == 2
+    shown = capsys.readouterr().err
+    assert "saved simulation, whose turns have no texts" in shown and "saved simulation, which has no model" in shown
     assert execute(["sim", BUILTIN, "-o", "train.updates=1", "--save", "kept"]) == 2
     assert "this run exists\n  choose another name for --save" in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in Path("runs/kept").rglob("*") if path.is_file()}

@@ -168,6 +168,12 @@ def _source(source: str | Path) -> tuple[Path, RunDirectory | None]:
 
 
 def _model_of(run: RunDirectory) -> Path:
+    if run.is_simulation:
+        raise ConfigurationError(
+            "this is a saved simulation, which has no model",
+            where=f"{run.root}",
+            hint="name a folder of one: --model DIR",
+        )
     if not run.model.is_dir():
         raise ConfigurationError(
             "the run has no model yet: it is written when the run ends",

@@ -131,7 +131,7 @@ def resume(run: str | Path, overrides: Sequence[str] = (), *, observer: Observer
     """
     started = time.monotonic()
     directory = find(run)
-    if not directory.config_lock.exists():  # a run that trains writes it before anything else
+    if directory.is_simulation:
         raise ConfigurationError(
             "this is a saved simulation, of which nothing can be gone on with",
             where=str(directory.root),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Annotated
 
@@ -36,6 +37,7 @@ def compare(
     from tiderl.api.compare import compare as run
     from tiderl.observe.comparison import comparison_table
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console(stderr=True, highlight=False)
     names = [name.strip() for name in strategies.split(",") if name.strip()]
     with console.status("") as status:

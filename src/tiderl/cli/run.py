@@ -130,6 +130,7 @@ def sim(
     A trace is a recorded run, or a CSV file of turns: its workload is played again, with costs fitted to the run, and
     what is predicted is compared with what was measured.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     overrides = override or []
     _check_sim_usage(config, trace, dry_run=dry_run, swarm=swarm, calibrate=calibrate, save=save, seed=seed)
     if trace is not None:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tiderl.data.errors import CheckpointError
+from tiderl.data.errors import CheckpointError, ConfigurationError
 
 RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, or its name under runs/.", show_default=False)
@@ -36,6 +36,12 @@ def show(run: RunName, last: Last = 5) -> None:
     from tiderl.store.rundir import find
 
     directory = find(run)
+    if directory.is_simulation:
+        raise ConfigurationError(
+            "this is a saved simulation, whose turns have no texts",
+            where=str(directory.root),
+            hint="its journal and events are there; a trained run has transcripts",
+        )
     blobs = FileBlobs(directory.blobs)
     rows = _newest_kept(directory.journal, directory.blobs, last)
     for status, reason, update, sha256 in reversed(rows):

@@ -49,7 +49,8 @@ def summary_lines(result: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("time", _times(result)),
         ("simulation", _simulation(result)),
         ("bound", _bound(result)),
-        ("", _ratios(result)),
+        ("", _ratio(result, "rho", RHO)),
+        ("", _ratio(result, "rho_order", RHO_ORDER)),
         *prediction_lines(result),
         ("written to", str(result.get("run_dir") or "")),
     ]
@@ -231,7 +232,6 @@ def _bound(result: Mapping[str, Any]) -> str:
     return "" if best is None else f"{best:,.0f} tokens/s for any schedule; {result['binding']} binds"
 
 
-def _ratios(result: Mapping[str, Any]) -> str:
-    if result.get("rho") is None:
-        return ""
-    return f"rho {result['rho']:.2f} ({RHO}); rho_order {result['rho_order']:.2f} ({RHO_ORDER})"
+def _ratio(result: Mapping[str, Any], name: str, definition: str) -> str:
+    value = result.get(name)
+    return "" if value is None else f"{name} {value:.2f} ({definition})"

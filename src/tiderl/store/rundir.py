@@ -91,6 +91,11 @@ class RunDirectory:
     def is_run(self) -> bool:
         return self.config.is_file()
 
+    @property
+    def is_simulation(self) -> bool:
+        """A saved one: a run that trains writes its lock before anything else."""
+        return self.is_run and not self.config_lock.exists()
+
 
 def write_whole(path: Path, text: str) -> None:
     """The file has either its old content or this one, whenever the process dies. Raises `CheckpointError`."""
