@@ -24,7 +24,7 @@ from tiderl.runtime.seats import TaskSeats
 from tiderl.schedule.appetite import Appetite
 from tiderl.schedule.priority import TaskFacts
 from tiderl.schedule.residents import Facts, Resident
-from tiderl.schedule.staleness import NO_DEADLINE
+from tiderl.schedule.staleness import NO_DEADLINE, StartView, starts_allowed
 from tiderl.schedule.tasks import EVAL_PRIORITY, TRAIN_PRIORITY, KvRules, ReplicaView, What
 
 
@@ -37,8 +37,8 @@ class Next:
 
 
 class KvPolicy(Protocol):
-    def replicas(self, waiting: Next) -> Sequence[ReplicaView]:
-        """The candidates for the next start."""
+    def replicas(self, waiting: Next, start: StartView) -> Sequence[ReplicaView]:
+        """The candidates for the next start; `room` for a group is not looked for where none may start."""
 
     def home(self, group: Group) -> int | None:
         """Where a group's prompt is."""
@@ -71,7 +71,7 @@ class RequestLevel:
     def __init__(self, engines: Mapping[int, Engine], loads: Loads) -> None:
         self._engines, self._loads = engines, loads
 
-    def replicas(self, waiting: Next) -> Sequence[ReplicaView]:
+    def replicas(self, waiting: Next, start: StartView) -> Sequence[ReplicaView]:
         return self._loads.least()
 
     def home(self, group: Group) -> int | None:
@@ -125,16 +125,19 @@ class TaskLevel:
         self._kinds: dict[str, None] = {}  # of training tasks that have begun
         self._appetite = Appetite(buffer.batch_groups * rules.group_size)
 
-    def replicas(self, waiting: Next) -> Sequence[ReplicaView]:
+    def replicas(self, waiting: Next, start: StartView) -> Sequence[ReplicaView]:
         found = {view.replica: view for view in self._loads.least()}
         if waiting.member is not None:
             home = self.home(waiting.member[0])
             view = None if home is None else self._loads.of(home)
             if view is not None:
                 found[view.replica] = view
-        return [replace(view, room=self._room(view.replica, waiting)) for view in found.values()]
+        return [
+            replace(view, room=self._room(view.replica, waiting, may_start=starts_allowed(start, view.version) > 0))
+            for view in found.values()
+        ]
 
-    def _room(self, replica: int, waiting: Next) -> frozenset[What]:
+    def _room(self, replica: int, waiting: Next, *, may_start: bool) -> frozenset[What]:
         pool, longest, now_s = self._seats.pools[replica], float(self._rules.max_context_tokens), _now()
         room: list[What] = []
         if waiting.evaluation is not None:
@@ -149,7 +152,7 @@ class TaskLevel:
             tokens = pool.expected_first_tokens(kind, name)
             if pool.room_for(kind, longest if tokens is None else tokens, now_s, group=name):
                 room.append("member")
-        if (waiting.member is None or "member" in room) and not self._sated():
+        if (waiting.member is None or "member" in room) and not self._sated() and may_start:
             sizes = {kind: pool.expected_first_tokens(kind, None) or longest for kind in self._kinds}
             kind = max(sizes, key=lambda name: sizes[name], default="train:")
             if pool.room_for(kind, sizes.get(kind, longest), now_s):

@@ -141,19 +141,20 @@ class Rollout:
             self.kv.usable(replica, version, self.publisher.up[replica])
             self._restless[replica] = None
         first = self.waiting[0] if self.waiting else None
+        start = StartView(
+            started_groups=self.buffer.started_groups,
+            total_groups=self.total_groups,
+            global_batch_groups=self.buffer.batch_groups,
+            max_staleness=self.buffer.max_staleness,
+            counts=self.buffer.counts,
+            updates_done=self.buffer.updates_done,
+        )
         return AdmissionView(
             free_slots=self.slots - self.in_flight,
-            replicas=self.kv.replicas(Next(self.evaluator.waiting_prompt(), first)),
+            replicas=self.kv.replicas(Next(self.evaluator.waiting_prompt(), first), start),
             eval_version=self.evaluator.waiting_version(),
             member_min_version=first[0].start_version if first else None,
-            start=StartView(
-                started_groups=self.buffer.started_groups,
-                total_groups=self.total_groups,
-                global_batch_groups=self.buffer.batch_groups,
-                max_staleness=self.buffer.max_staleness,
-                counts=self.buffer.counts,
-                updates_done=self.buffer.updates_done,
-            ),
+            start=start,
             replica_slots=-(-self.slots // len(self.training_tasks)),
             member_home=self.kv.home(first[0]) if first else None,
             home_lead=self.group_size,

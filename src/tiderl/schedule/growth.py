@@ -79,8 +79,13 @@ class Recent:
         return (count * self._squares - self._sum**2) / count**2 if count else 0.0
 
     def quantile(self, share: float) -> float:
-        """Goes through all of them. There are some."""
-        return float(np.quantile(self._values, share))
+        """By linear interpolation, as numpy's, which takes ten times longer for a few hundred. There are some."""
+        ordered = sorted(self._values)
+        place = share * (len(ordered) - 1)
+        below = int(place)
+        low, high = ordered[below], ordered[min(below + 1, len(ordered) - 1)]
+        part = place - below
+        return low + (high - low) * part if part < 0.5 else high - (high - low) * (1.0 - part)
 
 
 class TaskGrowth:
