@@ -298,13 +298,13 @@ def test_a_member_waits_for_the_prompt_that_another_one_brings_back() -> None:
     assert [first, second] == pytest.approx([together, together])
 
 
-def test_new_weights_release_and_a_full_host_forget_what_was_offloaded() -> None:
+def test_a_full_host_takes_no_more_and_new_weights_and_release_forget_what_was_offloaded() -> None:
     async def main(engine: SimEngine) -> list[int]:
         seen = []
-        for task in range(3):  # the host holds 200 positions: the first has to go
+        for task in range(3):  # the host holds 200 positions: the last stays in the pool
             await engine.generate(turn_of(task, 0, 101))
             engine.offload(key(task))
-        seen.append(engine.stats.offloaded_tokens)
+        seen += [engine.stats.offloaded_tokens, engine.stats.held_tokens]
         engine.release(key(1))
         seen.append(engine.stats.offloaded_tokens)
         await engine.load_weights(WeightHandle(1, "v1", 1000))
@@ -312,7 +312,7 @@ def test_new_weights_release_and_a_full_host_forget_what_was_offloaded() -> None
         seen += [(await engine.generate(turn_of(task, 1, 111))).cached_tokens for task in range(3)]
         return seen
 
-    assert play(engine_of(500, host=200), main) == [200, 100, 0, 0, 0, 0]
+    assert play(engine_of(500, host=200), main) == [200, 100, 100, 0, 0, 0, 0]
 
 
 def test_offload_of_what_runs_or_finds_no_room_changes_nothing() -> None:

@@ -42,6 +42,12 @@ class SlotCache:
         self._view: list[tuple[Tensor, Tensor]] = []
 
     @property
+    def token_bytes(self) -> int:
+        """Of the KV of one position."""
+        layers, two, _, heads, _, dim = self._store.shape
+        return layers * two * heads * dim * self._store.element_size()
+
+    @property
     def dtype(self) -> torch.dtype:
         return self._store.dtype
 

@@ -40,7 +40,7 @@ except ModuleNotFoundError as missing:
 from tiderl.engines.active_rows import ActiveRows
 from tiderl.engines.admission import Admission
 from tiderl.engines.hf_model import SlotModel
-from tiderl.engines.host_pool import HostPool, default_budget_tokens
+from tiderl.engines.host_pool import HostPool, default_budget_tokens, measured_reload_s
 from tiderl.engines.live_turn import LiveTurn
 from tiderl.engines.residency import GroupKey, HeldKv, Owner, Residency, group_of
 from tiderl.engines.reuse import Sources, prefix_to_keep
@@ -83,6 +83,8 @@ class TorchEngine:
             offload=host_tokens > 0,
             kv_budget_tokens=settings.kv_budget_tokens,
             max_batch=settings.max_batch,
+            reload_token_s=measured_reload_s(self._model.device, self._rows.cache.token_bytes) if host_tokens else None,
+            host_kv_tokens=host_tokens,
         )
         self._admission = Admission(self._residency, settings.growth_quantile)
         self._version = NO_VERSION
@@ -186,7 +188,7 @@ class TorchEngine:
             rows = self._rows.numbers(preempted)
             for row in rows:
                 live = self._rows.lives[row]
-                if live.filled and self._spills(live.filled):
+                if live.filled and self._spills(live.turn.task, live.filled):
                     self._host.put(live.turn.task, self._rows.computed_kv(row, self._version))
             self._rows.vacate(rows)
             for live in preempted:
@@ -198,13 +200,13 @@ class TorchEngine:
                 live.own_kv = self._rows.shortened(live.own_kv, usable)
         self._rows.append(started)
         for task, entry in self._residency.take_evicted():
-            if self._spills(entry.tokens):
+            if self._spills(task, entry.tokens):
                 self._host.put(task, entry)
             self._keep_prefix(group_of(task), entry, self._rows.lives)
 
-    def _spills(self, tokens: int) -> bool:
+    def _spills(self, task: TaskKey, tokens: int) -> bool:
         """Under `ctb`, KV that pressure takes goes to host memory, where that has room."""
-        return self._residency.by_task and self._host.has_room_for(tokens)
+        return self._residency.by_task and self._host.has_room_for(task, tokens)
 
     def _fill_rows(self) -> list[int]:
         """How many tokens each of the rows behind the decoding ones prefills in this step."""
@@ -321,7 +323,6 @@ class TorchEngine:
             self._live[task].retain = True
         if self._residency.by_task:
             self._residency.touch(task)
-        self._host.touch(task)
 
     @torch.inference_mode()
     def release(self, task: TaskKey) -> None:
@@ -337,7 +338,7 @@ class TorchEngine:
     @torch.inference_mode()
     def offload(self, task: TaskKey) -> None:
         """Move a waiting task's KV to host memory, until its next turn; without room there it stays where it is."""
-        if task in self._live or not self._host.has_room_for(self._residency.held_tokens_of(task)):
+        if task in self._live or not self._host.has_room_for(task, self._residency.held_tokens_of(task)):
             return
         entry = self._residency.drop(task)
         if entry is not None:

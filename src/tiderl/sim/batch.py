@@ -259,7 +259,6 @@ class Batch:
     def touch(self, task: TaskKey) -> None:
         """A waiting task will come back soon."""
         self.pool.touch(task)
-        self.host.touch(task)
 
     def forget(self, task: TaskKey) -> None:
         """A task is over."""

@@ -1,6 +1,6 @@
 """KV of waiting tasks in the host memory of a simulated replica, and the link over which it comes back.
 
-A pool of its own budget, least recently used out, as `engines/host_pool.py` is. Copies out run beside the computing and
+A pool of its own budget that keeps what it has, as `engines/host_pool.py` is. Copies out run beside the computing and
 cost nothing; copies in share one link and follow each other. Knows tasks and positions; no blocks, no batch.
 """
 
@@ -17,16 +17,14 @@ class HostKv:
         self.tokens = 0
         self._reload_token_s = reload_token_s
         self._free_s = 0.0  # when the link has done what it was asked for so far
-        self._tokens: dict[TaskKey, int] = {}  # least recently used first
+        self._tokens: dict[TaskKey, int] = {}
 
     def put(self, task: TaskKey, tokens: int) -> bool:
-        """Take the first `tokens` positions of a task's context, in place of what was here of it; False where they are
-        more than the budget."""
-        if tokens > self.budget_tokens:
+        """Take the first `tokens` positions of a task's context, in place of what was here of it; False where there is
+        no room for them beside what others have."""
+        if self.tokens - self.tokens_of(task) + tokens > self.budget_tokens:
             return False
         self.drop(task)
-        while self.tokens + tokens > self.budget_tokens:
-            self.drop(next(iter(self._tokens)))
         self._tokens[task] = tokens
         self.tokens += tokens
         return True
@@ -48,11 +46,6 @@ class HostKv:
 
     def drop(self, task: TaskKey) -> None:
         self.tokens -= self._tokens.pop(task, 0)
-
-    def touch(self, task: TaskKey) -> None:
-        """Mark a task as most recently used."""
-        if task in self._tokens:
-            self._tokens[task] = self._tokens.pop(task)
 
     def clear(self) -> None:
         """Other weights: nothing here is worth anything, and nobody waits for the link."""
