@@ -38,8 +38,7 @@ def test_prices_by_hand() -> None:
     fast = Price(2e-6, 4e-5, reload_token_s=1e-5, context_tokens=1000)
     assert (fast.hold_s, fast.back_token_s(1000), fast.leave) == (pytest.approx(0.01), pytest.approx(2e-8), "offload")
     assert fast.back_token_s(500) == pytest.approx(1e-8), "half of them in half of the time"
-    # 50 s in which 1,000 tokens lie there: 1e-4 s for each, and computing one delays everybody by 4e-5 s.
-    slow = Price(2e-6, 4e-5, reload_token_s=5e-2, context_tokens=1000)
+    slow = Price(2e-6, 4e-5, reload_token_s=5e-5, context_tokens=1000)  # the link is slower than computing
     assert (slow.hold_s, slow.back_token_s(1000), slow.leave) == (pytest.approx(20.0), 4e-5, "drop")
     assert Price(0.0, 4e-5).hold_s == math.inf, "memory that nobody wants costs nothing"
     assert Price(2e-6, 0.0).hold_s == 0.0
@@ -50,7 +49,7 @@ def test_costs_by_hand() -> None:
     kept, left = outcome(price, 3.0, 4.0), outcome(price, 9.0, 4.0)
     assert (kept.choice, kept.cost_s, kept.clairvoyant_s) == ("keep", pytest.approx(0.3), pytest.approx(0.3))
     assert (left.choice, left.cost_s, left.clairvoyant_s) == ("drop", pytest.approx(0.8), pytest.approx(0.4))
-    host = Price(1e-3, 4e-3, reload_token_s=1e-2, context_tokens=100)  # 100 tokens are back after 1 s
+    host = Price(1e-3, 4e-2, reload_token_s=1e-2, context_tokens=100)  # 100 tokens are back after 1 s
     left = outcome(host, 9.0, 1.0)
     assert (left.choice, left.cost_s, left.clairvoyant_s) == ("offload", pytest.approx(0.2), pytest.approx(0.1))
 

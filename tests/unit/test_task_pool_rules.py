@@ -125,20 +125,6 @@ def test_one_task_always_fits_an_empty_pool_and_many_only_by_the_forecast() -> N
     assert not pool.room_for("train:web", CONTEXT, 0.0, 2)
 
 
-def test_who_holds_no_kv_in_the_pool_has_to_fit_host_memory() -> None:
-    def waiting(**changes: object) -> TaskPool:
-        """Four tasks of 45 positions, whose environments have worked for long."""
-        pool = pool_of(200, 1e-3, **changes)
-        admitted(pool, *map(train, range(4)))
-        for number in range(4):
-            turn(pool, train(number), 40, 5, 0.0)
-        return pool
-
-    assert waiting().room_for("train:web", 20.0, 100.0, 2), "what they held is computed again"
-    assert waiting(reload_token_s=1e-6, host_tokens=10_000).room_for("train:web", 20.0, 100.0, 2)
-    assert not waiting(reload_token_s=1e-6, host_tokens=19).room_for("train:web", 20.0, 100.0, 2), "now they are 220"
-
-
 def test_nobody_is_admitted_while_others_wait_or_the_batch_is_full() -> None:
     pool = pool_of(1000, max_batch=2)
     admitted(pool, *(train(number) for number in range(2 * BATCHES - 1)))
@@ -155,7 +141,7 @@ def test_nobody_is_admitted_while_others_wait_or_the_batch_is_full() -> None:
 def test_beside_those_who_wait_one_more_fills_a_gap_where_kv_comes_back_from_host_memory() -> None:
     def crowded(**changes: object) -> TaskPool:
         """96 positions, 62 of which run; the next turn needs 52. A turn says about 4, half of which is reserved."""
-        pool = pool_of(CONTEXT, 1e-3, **{"host_tokens": 1000, **changes})
+        pool = pool_of(CONTEXT, 1e-3, **changes)
         admitted(pool, train(0))
         for _ in range(16):
             pool.kinds["train:web"].growth.said(4)
@@ -179,9 +165,6 @@ def test_beside_those_who_wait_one_more_fills_a_gap_where_kv_comes_back_from_hos
         admitted(pool, train(number))
         pool.unbegun -= 1  # they have begun, and their environments work
     assert not pool.room_for("train:web", 1.0, 1.0), "of more, not each would be looked at for a place"
-    # Contexts of 60, 50 and 10, and 2 of 4 that the newcomer says: 122 in pool and host.
-    assert crowded(reload_token_s=1e-5, host_tokens=122 - CONTEXT).room_for("train:web", 10.0, 1.0)
-    assert not crowded(reload_token_s=1e-5, host_tokens=121 - CONTEXT).room_for("train:web", 10.0, 1.0)
     assert not crowded().room_for("train:web", 10.0, 1.0), "computing again delays everybody"
     assert not crowded(reload_token_s=100.0).room_for("train:web", 10.0, 1.0), "loading takes longer than computing"
 

@@ -198,7 +198,7 @@ def test_later_turns_prefill_only_what_is_new() -> None:
 def test_offloaded_kv_leaves_the_budget_and_comes_back() -> None:
     engine = ready(host_kv_budget_tokens=100)
     able = engine.capabilities
-    assert able.offload and able.host_kv_tokens == 100
+    assert able.offload
     # Keys and values of 2 layers with 2 heads of 8 numbers, 4 bytes each: no machine copies these in a nanosecond.
     assert engine._rows.cache.token_bytes == 2 * 2 * 2 * 8 * 4
     assert able.reload_token_s is not None and 1e-9 < able.reload_token_s < 1e-3
@@ -265,7 +265,7 @@ def test_new_weights_and_release_forget_offloaded_kv() -> None:
 
 def test_without_a_pool_offload_is_declared_missing() -> None:
     able = ready().capabilities  # a CPU's host memory is the same memory
-    assert (able.offload, able.reload_token_s, able.host_kv_tokens) == (False, None, 0)
+    assert (able.offload, able.reload_token_s) == (False, None)
 
 
 # ---- admission by expected growth, and preemption

@@ -40,7 +40,7 @@ def show(run: RunName, last: Last = 5) -> None:
         raise ConfigurationError(
             "this is a saved simulation, whose turns have no texts",
             where=str(directory.root),
-            hint="its journal and events are there; a trained run has transcripts",
+            hint="its events and summary are there; a trained run has transcripts",
         )
     blobs = FileBlobs(directory.blobs)
     rows = _newest_kept(directory.journal, directory.blobs, last)

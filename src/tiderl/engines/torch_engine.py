@@ -7,6 +7,7 @@ its version) and I8 (KV is reused only for equal ids). Knows turns and tasks; no
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Callable
 
@@ -78,13 +79,14 @@ class TorchEngine:
         if host_tokens is None:
             host_tokens = default_budget_tokens(self._model.device.type, settings.kv_budget_tokens)
         self._host = HostPool(host_tokens)
+        token_bytes = self._rows.cache.token_bytes
+        self._reload_token_s = measured_reload_s(self._model.device, token_bytes) if host_tokens else math.inf
         self.capabilities = EngineCapabilities(
             retain=True,
             offload=host_tokens > 0,
             kv_budget_tokens=settings.kv_budget_tokens,
             max_batch=settings.max_batch,
-            reload_token_s=measured_reload_s(self._model.device, self._rows.cache.token_bytes) if host_tokens else None,
-            host_kv_tokens=host_tokens,
+            reload_token_s=self._reload_token_s if host_tokens else None,
         )
         self._admission = Admission(self._residency, settings.growth_quantile)
         self._version = NO_VERSION
@@ -205,8 +207,9 @@ class TorchEngine:
             self._keep_prefix(group_of(task), entry, self._rows.lives)
 
     def _spills(self, task: TaskKey, tokens: int) -> bool:
-        """Under `ctb`, KV that pressure takes goes to host memory, where that has room."""
-        return self._residency.by_task and self._host.has_room_for(task, tokens)
+        """Under `ctb`, what pressure takes goes to host memory, where that has room and loading is the faster way."""
+        slow = self._prefilled_tokens and self._reload_token_s >= self._prefilled_s / self._prefilled_tokens
+        return self._residency.by_task and not slow and self._host.has_room_for(task, tokens)
 
     def _fill_rows(self) -> list[int]:
         """How many tokens each of the rows behind the decoding ones prefills in this step."""

@@ -80,12 +80,10 @@ class Bookings:
         self.unbook(resident)
         self.book(resident, context_tokens)
 
-    def peak_tokens(
-        self, kind: str, group: Hashable, context_tokens: int, tasks: int, *, resident: float, all_ahead: bool = False
-    ) -> float:
+    def peak_tokens(self, kind: str, group: Hashable, context_tokens: int, tasks: int, *, resident: float) -> float:
         """The most that the pool will hold with so many more tasks with such a first context, of all of which the share
         `resident` holds KV: mean and `z` standard deviations; where pausing is cheap, the mean of now and the next
-        step, without `all_ahead`."""
+        step."""
         tokens = self._charges.own_tokens(group, context_tokens)
         self._population(kind)
         shares = [self._share(name) for name in self._populations]
@@ -93,7 +91,7 @@ class Bookings:
         newcomers[list(self._populations).index(kind)] = (tasks, tasks * tokens, tasks * tokens * tokens)
         mean, variance = forecast(shares, newcomers, resident=resident)
         z, steps = self._z, None
-        if not all_ahead and self._rates.known and self._price().hold_s < self._rates.active_s:
+        if self._rates.known and self._price().hold_s < self._rates.active_s:
             # Bringing KV back costs less than leaving room idle for a turn: who does not fit later is paused then.
             z, steps = 0.0, SOON
         return peak(mean[:steps], variance[:steps], z) + self._charges.prompt_tokens

@@ -54,16 +54,15 @@ class TaskPool:
         max_batch: int = 0,
         shares_prompts: bool = False,
         reload_token_s: float | None = None,
-        host_tokens: int = 0,
         growth_z: float = 1.0,
         patience_s: float = 30.0,
         rule: PriorityName = "tiers",
         weights: Weights = STANDARD,
     ) -> None:
         """`max_batch`: turns that run at a time, 0 for any number. `shares_prompts`: the engine keeps once what a group
-        begins with. `host_tokens`: what host memory takes beside the budget. `growth_z`: standard deviations of growth
-        that admission leaves room for. `patience_s`: who waits longer for room goes before everybody, oldest first."""
-        self.budget_tokens, self.host_tokens, self.max_batch = budget_tokens, host_tokens, max_batch
+        begins with. `growth_z`: standard deviations of growth that admission leaves room for. `patience_s`: who waits
+        longer for room goes before everybody, oldest first."""
+        self.budget_tokens, self.max_batch = budget_tokens, max_batch
         self.kinds, self.rates = kinds, rates
         self.reload_token_s, self.rule, self.weights = reload_token_s, rule, weights
         self.active = 0
@@ -126,13 +125,7 @@ class TaskPool:
         if not self.active and not self.unbegun and tasks == 1:
             return True
         first, resident = math.ceil(tokens), self._resident(now_s)
-        if self._bookings.peak_tokens(kind, group, first, tasks, resident=resident) > self.budget_tokens:
-            return False
-        if resident == 1.0 or self.price().leave == "drop":
-            return True
-        # Who holds none here holds it in host memory. Where that is full too, contexts are computed again: not cheap.
-        everybody = self._bookings.peak_tokens(kind, group, first, tasks, resident=1.0, all_ahead=True)
-        return everybody <= self._both_tokens
+        return self._bookings.peak_tokens(kind, group, first, tasks, resident=resident) <= self.budget_tokens
 
     def _fills_a_gap(self, kind: str, tokens: int, now_s: float, group: Hashable) -> bool:
         """Whether one more may take at once what no task that waits can use; not while room is kept for one that waited
@@ -143,14 +136,8 @@ class TaskPool:
         if not self.rates.known or kind not in self.kinds:
             return False
         wanted = tokens + self.kinds[kind].growth.reserved_tokens(self.budget_tokens)
-        if self._charges.missing_for(group, wanted) + self.unbegun * wanted > 0:
-            return False
-        return self.price().leave == "offload" and self.booked_tokens + wanted <= self._both_tokens
-
-    @property
-    def _both_tokens(self) -> int:
-        """What the pool and host memory hold together."""
-        return self.budget_tokens + self.host_tokens
+        missing = self._charges.missing_for(group, wanted) + self.unbegun * wanted
+        return missing <= 0 and self.price().leave == "offload"
 
     def _resident(self, now_s: float) -> float:
         """The share of the tasks that hold KV, or would be worth it: all but those whose environments have worked for

@@ -15,7 +15,8 @@ where most of the pool waits, memory is worth more than its share. Who computes 
 where hardly anybody else runs: λ = ε / (c + b·c).
 
 Loading c tokens from host memory, r seconds each, delays only their own task, in whose room they lie meanwhile: the
-turn takes a + H + c·r·P(T > τ). So it costs what holding them for c·r seconds costs, λ·c·c·r, and τ = c·r.
+turn takes a + H + c·r·P(T > τ). So it costs what holding them for c·r seconds costs, λ·c·c·r, and τ = c·r. That holds
+while the link has time for all of them: so only where a token is loaded faster than computed.
 """
 
 from __future__ import annotations
@@ -55,14 +56,15 @@ class Price:
 
     def back_token_s(self, tokens: float) -> float:
         """Engine seconds that bringing so many tokens back costs for each of them, by the cheaper way."""
-        if self.reload_token_s is None:
+        if self.leave == "drop":
             return self.compute_token_s
-        return min(self.compute_token_s, self.token_second * tokens * self.reload_token_s)
+        return min(self.compute_token_s, self.token_second * tokens * (self.reload_token_s or 0.0))
 
     @property
     def leave(self) -> Choice:
-        """How KV leaves, when it does."""
-        return "offload" if self.back_token_s(self.context_tokens) < self.compute_token_s else "drop"
+        """How KV leaves, when it does: to host memory where loading is faster than computing, so that the link that all
+        loads share brings back no less than computing would."""
+        return "offload" if self.reload_token_s is not None and self.reload_token_s < self.compute_token_s else "drop"
 
     @property
     def hold_s(self) -> float:

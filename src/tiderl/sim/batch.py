@@ -267,8 +267,8 @@ class Batch:
         self._forks.pop(task, None)
 
     def _spill(self, task: TaskKey, tokens: int) -> None:
-        """Pressure takes a task's KV: it goes to host memory, where that has room."""
-        if tokens:
+        """Pressure takes a task's KV: it goes to host memory, where that has room and loading is the faster way."""
+        if tokens and self.cost.kv_reload_token_s < self.cost.prefill_token_s:
             self.host.put(task, tokens)
 
     def offload(self, task: TaskKey) -> None:
