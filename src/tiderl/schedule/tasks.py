@@ -20,6 +20,9 @@ EVAL_PRIORITY = 1.0
 TRAIN_PRIORITY = 0.0
 
 
+LEAD_SHARE = 1 / 8
+"""Of the tasks of the least loaded replica: so many more another may have for the sake of a prompt that is there."""
+
 What = Literal["eval", "member", "group"]
 EVERYTHING: frozenset[What] = frozenset(("eval", "member", "group"))
 
@@ -94,12 +97,14 @@ def place(
     home_lead: int = 0,
 ) -> int | None:
     """The least loaded replica that may take the task, lowest number first; None if there is none. `home` is preferred
-    while it has no more than `home_lead` tasks more."""
+    while it has no more than `home_lead` tasks more, nor more than `LEAD_SHARE`: turns in a larger batch take longer,
+    and a prompt is computed once."""
     eligible = [r for r in replicas if (r.version == min_version if exact else r.version >= min_version)]
     if not eligible:
         return None
     least = min(eligible, key=lambda r: (r.tasks, r.replica))
-    if any(r.replica == home and r.tasks <= least.tasks + home_lead for r in eligible):
+    lead = min(home_lead, int(least.tasks * LEAD_SHARE))
+    if any(r.replica == home and r.tasks <= least.tasks + lead for r in eligible):
         return home
     return least.replica
 
