@@ -223,6 +223,7 @@ def test_a_missing_file_names_the_similar_one(tmp_path: Path) -> None:
         (["train.steps_per_batch=3"], "train.global_batch_groups", "8 groups do not divide"),
         (["rollout.max_new_tokens_per_turn=600"], "rollout.max_new_tokens_per_turn", "no room"),
         (["rollout.kv_budget_tokens=100"], "rollout.kv_budget_tokens", "cannot hold one task"),
+        (["sim.kv_block_tokens=100000"], "sim.kv_block_tokens", "no context of rollout.max_context_tokens"),
         (["train.micro_batch_tokens=100"], "train.micro_batch_tokens", "cannot hold one sequence"),
         (["schedule.publish_every_updates=3"], "schedule.publish_every_updates", "max_staleness + 1 = 2"),
         (

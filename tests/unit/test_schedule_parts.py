@@ -89,6 +89,13 @@ def test_the_first_replica_with_a_new_version_takes_no_more_than_its_part(waits)
     assert isinstance(admitted, Admission) and admitted.replica == 0
 
 
+@pytest.mark.parametrize(("ahead", "to"), [(0, 0), (2, 0), (3, 1)])
+def test_a_replica_with_the_groups_prompt_is_preferred_up_to_an_eighth_more_tasks(ahead, to) -> None:
+    replicas = [ReplicaView(0, version=0, tasks=16 + ahead), ReplicaView(1, version=0, tasks=16)]
+    assert place(replicas, min_version=0, home=0, home_lead=8) == to
+    assert place(replicas, min_version=0, home=0, home_lead=1) == int(ahead > 1), "nor more than it may"
+
+
 @given(st.lists(st.integers(1, 300), max_size=40), st.integers(50, 400))
 def test_micro_batches_hold_every_sequence_once_and_keep_the_budget(lengths, budget) -> None:
     batches = shape_micro_batches(lengths, budget)

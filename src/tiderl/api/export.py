@@ -25,6 +25,8 @@ def export(run: str | Path, to: str | Path, *, update: int | None = None) -> int
     the run cannot be read or the disk refuses.
     """
     directory, target = find(run), Path(to)
+    if directory.is_simulation:
+        raise ConfigurationError("this is a saved simulation, which has no model", where=str(directory.root))
     if target.exists():
         raise ConfigurationError("exists already", where=f"--to {target}", hint="name a folder that does not exist")
     number, name = _choose(directory, update)

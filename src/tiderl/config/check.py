@@ -204,6 +204,9 @@ def _check_lengths(loaded: Loaded) -> None:
             f"{rollout.kv_budget_tokens} cannot hold one task of rollout.max_context_tokens {context}",
             "raise it, or lower rollout.max_context_tokens",
         )
+    block = loaded.config.sim.kv_block_tokens
+    if block != "auto" and block > context:
+        raise loaded.refuse("sim.kv_block_tokens", f"no context of rollout.max_context_tokens {context} fills {block}")
     if train.micro_batch_tokens < context:
         raise loaded.refuse(
             "train.micro_batch_tokens",
