@@ -64,6 +64,7 @@ def test_a_mistake_is_two_lines_on_stderr_and_exit_code_2(
 def test_a_run_without_a_model_yet_says_how_to_get_one(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("env: {name: builtin}\n", encoding="utf-8")
+    (tmp_path / "run" / "config.lock.json").write_text("{}", encoding="utf-8")  # as a run that trains
     assert execute(["eval", "run"]) == 2
     assert "no model yet" in (said := capsys.readouterr().err) and "tiderl export run --to DIR" in said
     assert execute(["export", "run", "--to", "x"]) == 1

@@ -93,8 +93,8 @@ class RunDirectory:
 
     @property
     def is_simulation(self) -> bool:
-        """A saved one: a run that trains writes its lock before anything else."""
-        return self.is_run and not self.config_lock.exists()
+        """A saved one, which has no journal; a run that trains writes its lock before anything else."""
+        return self.is_run and not self.config_lock.exists() and not self.journal.exists()
 
 
 def write_whole(path: Path, text: str) -> None:
