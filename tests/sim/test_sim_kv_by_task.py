@@ -148,6 +148,18 @@ def test_what_pressure_takes_goes_to_host_memory_and_is_loaded_from_there() -> N
     assert seconds == pytest.approx(90 * RELOAD_S + iteration_s(2)), "loaded, and then two positions computed"
 
 
+def test_pressure_leaves_a_host_alone_that_loads_no_faster_than_computing() -> None:
+    async def main(engine: SimEngine) -> tuple[int, int]:
+        for task in range(3):
+            await engine.generate(turn_of(task, 0, 91))
+        await engine.generate(turn_of(9, 0, 81, retain=False))
+        return engine.stats.evicted_tokens, engine.stats.offloaded_tokens
+
+    for reload_s, offloaded in ((COST.prefill_token_s, 0), (0.99 * COST.prefill_token_s, 90)):
+        engine = engine_of(300, cost=replace(COST, kv_reload_token_s=reload_s))
+        assert play(engine, main) == (90, offloaded), reload_s
+
+
 @pytest.mark.parametrize(("host", "computed"), [(0, 62 + 51), (100, 62 + 1)], ids=["none", "enough"])
 def test_a_running_turn_that_gives_way_does_not_compute_again_what_the_host_has(host: int, computed: int) -> None:
     """Two grow from 31 to 71 positions in a pool of 11 blocks. At 51 both need their sixth: who came last has computed

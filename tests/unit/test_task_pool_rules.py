@@ -125,6 +125,16 @@ def test_one_task_always_fits_an_empty_pool_and_many_only_by_the_forecast() -> N
     assert not pool.room_for("train:web", CONTEXT, 0.0, 2)
 
 
+@pytest.mark.parametrize("reload_token_s", [None, 1e-6])
+def test_tasks_whose_environments_work_for_long_keep_nobody_out(reload_token_s: float | None) -> None:
+    """Four of 45 positions and two of 20 would be 220, of 200: the four will load or compute theirs again."""
+    pool = pool_of(200, 1e-3, reload_token_s=reload_token_s)
+    admitted(pool, *map(train, range(4)))
+    for number in range(4):
+        turn(pool, train(number), 40, 5, 0.0)
+    assert pool.room_for("train:web", 20.0, 100.0, 2)
+
+
 def test_nobody_is_admitted_while_others_wait_or_the_batch_is_full() -> None:
     pool = pool_of(1000, max_batch=2)
     admitted(pool, *(train(number) for number in range(2 * BATCHES - 1)))

@@ -108,6 +108,15 @@ def test_what_pressure_takes_of_tasks_goes_to_host_memory(kv_policy: str, host: 
     assert engine.stats().offloaded_tokens == 0
 
 
+def test_pressure_leaves_a_slow_host_alone() -> None:
+    engine = ready(kv_budget_tokens=72, max_batch=1, host_kv_budget_tokens=100)
+    engine._reload_token_s = 1e3
+    for number in range(3):
+        run(engine, other(number, 20))
+    run(engine, other(9, 25, retain=False, priority=1.0))
+    assert (engine.stats().evicted_tokens, engine.stats().offloaded_tokens) == (22, 0)
+
+
 def member(number: int, **changes: object) -> Turn:
     """A turn of a member of group 0: the same prompt for all."""
     return replace(turn(number, PROMPT, 3, **changes), task=TaskKey("train", 0, number))  # type: ignore[arg-type]
