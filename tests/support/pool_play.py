@@ -123,7 +123,8 @@ class Play:
         context = min(context, CONTEXT - new)
         pool = self.pools[task.pool]
         verdict = pool.ask(task.key, context, new, self.now_s)
-        reserved = pool.kinds[f"{task.key.split}:web"].growth.reserved_tokens(new)
+        cheap = (self.setting.reload_token_s or math.inf) < self.setting.compute_token_s
+        reserved = pool.kinds[f"{task.key.split}:web"].growth.reserved_tokens(new, cheap=cheap)
         assert 0 < reserved <= new
         self.slow.asked(task, context, context + reserved, self.now_s)
         self.decided(task.pool, verdict)

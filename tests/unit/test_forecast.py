@@ -189,6 +189,20 @@ def test_what_is_reserved_follows_what_turns_say_for_ever() -> None:
     assert growth.reserved_tokens(512) == 200
 
 
+def test_where_giving_way_is_cheap_room_is_left_for_what_turns_have_said_on_average_at_any_moment() -> None:
+    growth = TaskGrowth(4, 1000)
+    for said in (10, 30) * 8:
+        growth.said(said)
+    # Of 40 moments 10 are in turns of 10, which have said 5 on average, and 30 in those of 30: (50 + 450) / 40 = 12.5.
+    assert growth.reserved_tokens(512, cheap=True) == 13
+    assert growth.reserved_tokens(512) == 15, "half of the quantile"
+    assert growth.reserved_tokens(8, cheap=True) == 8
+    silent = TaskGrowth(4, 1000)
+    for _ in range(16):
+        silent.said(0)
+    assert silent.reserved_tokens(512, cheap=True) == 0
+
+
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(values=st.lists(st.integers(-1000, 100_000), min_size=1, max_size=700))
 def test_recent_numbers_are_summed_exactly(values: list[int]) -> None:

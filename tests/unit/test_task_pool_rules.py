@@ -160,7 +160,7 @@ def test_beside_those_who_wait_one_more_fills_a_gap_where_kv_comes_back_from_hos
         assert pool.ask(train(1), 50, 4, 0.0) == Verdict()
         return pool
 
-    pool = crowded(reload_token_s=1e-5)
+    pool = crowded(reload_token_s=1e-5, host_tokens=10 * CONTEXT)
     assert pool.used_tokens == 62
     assert pool.room_for("train:web", 32.0, 1.0)
     assert not pool.room_for("train:web", 33.0, 1.0), "35 positions, and 34 are free"
@@ -176,7 +176,13 @@ def test_beside_those_who_wait_one_more_fills_a_gap_where_kv_comes_back_from_hos
         pool.unbegun -= 1  # they have begun, and their environments work
     assert not pool.room_for("train:web", 1.0, 1.0), "of more, not each would be looked at for a place"
     assert not crowded().room_for("train:web", 10.0, 1.0), "computing again delays everybody"
-    assert not crowded(reload_token_s=100.0).room_for("train:web", 10.0, 1.0), "loading takes longer than computing"
+    slow = crowded(reload_token_s=100.0, host_tokens=10 * CONTEXT)
+    assert not slow.room_for("train:web", 10.0, 1.0), "loading takes longer than computing"
+    # Three tasks of 120 positions in all, of which nothing else is known: half of 6 turns would fill 96, so a turn adds
+    # 32, and 5/7 go on after each. They are expected to hold 120, 5/7 · 216 = 154, 25/49 · 312 = 159.2, 149 and less.
+    for host_tokens, fits in ((63, False), (64, True)):
+        small = crowded(reload_token_s=1e-5, host_tokens=host_tokens)
+        assert small.room_for("train:web", 10.0, 1.0) is fits, "the pool's 96 and the host's"
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -55,6 +55,8 @@ def _figures(resolved: Resolved, directory: RunDirectory, goodput_tokens_per_s: 
         max_turns=rollout.max_turns,
         max_context_tokens=rollout.max_context_tokens,
         max_new_tokens_per_turn=rollout.max_new_tokens_per_turn,
+        # Which prompts begin alike is not looked at; engines find it out. So none need have been computed, or be held.
+        system_tokens=rollout.max_context_tokens,
     )
     replay = read_journal(directory.journal)
     if replay is None or workload.recycled(_trained(replay)):

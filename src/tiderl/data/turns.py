@@ -99,3 +99,4 @@ class EngineCapabilities(msgspec.Struct, frozen=True):
     max_batch: int = 0  # turns that it runs at a time; 0: it does not say
     shares_prompts: bool = False  # what members of a group begin with is in memory once
     reload_token_s: float | None = None  # to bring one offloaded position back
+    host_kv_tokens: int = 0  # offloaded positions that it can hold

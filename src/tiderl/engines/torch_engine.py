@@ -87,6 +87,7 @@ class TorchEngine:
             kv_budget_tokens=settings.kv_budget_tokens,
             max_batch=settings.max_batch,
             reload_token_s=self._reload_token_s if host_tokens else None,
+            host_kv_tokens=host_tokens,
         )
         self._admission = Admission(self._residency, settings.growth_quantile)
         self._version = NO_VERSION

@@ -60,6 +60,7 @@ class TaskSeats:
             max_batch=able.max_batch,
             shares_prompts=able.shares_prompts,
             reload_token_s=able.reload_token_s if able.offload else None,
+            host_tokens=able.host_kv_tokens,
             growth_z=rules.growth_z,
             patience_s=rules.patience_s,
             rule=rules.priority,

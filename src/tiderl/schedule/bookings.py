@@ -84,17 +84,29 @@ class Bookings:
         """The most that the pool will hold with so many more tasks with such a first context, of all of which the share
         `resident` holds KV: mean and `z` standard deviations; where pausing is cheap, the mean of now and the next
         step."""
-        tokens = self._charges.own_tokens(group, context_tokens)
-        self._population(kind)
-        shares = [self._share(name) for name in self._populations]
-        newcomers = np.zeros((len(shares), 3))
-        newcomers[list(self._populations).index(kind)] = (tasks, tasks * tokens, tasks * tokens * tokens)
-        mean, variance = forecast(shares, newcomers, resident=resident)
+        mean, variance = self._forecast(kind, group, context_tokens, tasks, resident)
         z, steps = self._z, None
         if self._rates.known and self._price().hold_s < self._rates.active_s:
             # Bringing KV back costs less than leaving room idle for a turn: who does not fit later is paused then.
             z, steps = 0.0, SOON
         return peak(mean[:steps], variance[:steps], z) + self._charges.prompt_tokens
+
+    def mean_peak_tokens(
+        self, kind: str, group: Hashable, context_tokens: int, tasks: int, *, resident: float
+    ) -> float:
+        """As `peak_tokens`, on average and over all that is to come, whatever pausing costs."""
+        mean, variance = self._forecast(kind, group, context_tokens, tasks, resident)
+        return peak(mean, variance, 0.0) + self._charges.prompt_tokens
+
+    def _forecast(
+        self, kind: str, group: Hashable, context_tokens: int, tasks: int, resident: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        tokens = self._charges.own_tokens(group, context_tokens)
+        self._population(kind)
+        shares = [self._share(name) for name in self._populations]
+        newcomers = np.zeros((len(shares), 3))
+        newcomers[list(self._populations).index(kind)] = (tasks, tasks * tokens, tasks * tokens * tokens)
+        return forecast(shares, newcomers, resident=resident)
 
     def _population(self, kind: str) -> Population:
         population = self._populations.get(kind)

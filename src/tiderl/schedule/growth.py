@@ -22,7 +22,7 @@ REMEMBERED_TURNS = 512
 SAID_QUANTILE = 0.8
 """Of what turns sample: who says more grows past its reservation, and the engine makes room (I4)."""
 SAID_REFRESH = 16
-"""Turns after which that quantile is taken again."""
+"""Turns after which what turns sample is looked at again."""
 FIRST_TURNS = 16
 """Before so many turns have ended, one may sample all that it may."""
 
@@ -98,7 +98,8 @@ class TaskGrowth:
         self._ended = 2.0 / (max_turns + 1) * self._done  # of these, the last ones
         self._grown, self._first, self._said = Recent(), Recent(), Recent()
         self._said_turns = 0
-        self._said_quantile: tuple[int, int] | None = None  # and how many turns there were
+        self._reserves = (0, 0)  # where giving way is dear, and where it is cheap
+        self._reserves_at = -SAID_REFRESH  # turns that there were
         self._unknown_growth = 2.0 * max_context_tokens / max_turns
         self._tables: GrowthTables | None = None
         self._stale = 0
@@ -139,16 +140,20 @@ class TaskGrowth:
         self._said.append(new_tokens)
         self._said_turns += 1
 
-    def reserved_tokens(self, max_new_tokens: int) -> int:
+    def reserved_tokens(self, max_new_tokens: int, *, cheap: bool = False) -> int:
         """Room for what a turn will sample: half of the quantile of what turns did, all it may before enough did.
 
-        Turns that run together are at different places: on average each has said half of what it will.
+        Turns that run together are at different places: on average each has said half of what it will. `cheap`: a turn
+        that gives way comes back soon, so room is left for what turns have said on average at any moment, which is
+        E[s²] / 2E[s] for one that says s tokens: longer ones run for longer (the renewal paradox).
         """
         if self._said_turns < FIRST_TURNS:
             return max_new_tokens
-        if self._said_quantile is None or self._said_turns - self._said_quantile[1] >= SAID_REFRESH:
-            self._said_quantile = (math.ceil(self._said.quantile(SAID_QUANTILE) / 2.0), self._said_turns)
-        return min(max_new_tokens, self._said_quantile[0])
+        if self._said_turns - self._reserves_at >= SAID_REFRESH:
+            said, self._reserves_at = self._said, self._said_turns
+            spread = said.variance / said.mean if said.mean else 0.0
+            self._reserves = (math.ceil(said.quantile(SAID_QUANTILE) / 2.0), math.ceil((said.mean + spread) / 2.0))
+        return min(max_new_tokens, self._reserves[cheap])
 
     @property
     def growth_tokens(self) -> float:

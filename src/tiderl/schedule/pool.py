@@ -54,17 +54,20 @@ class TaskPool:
         max_batch: int = 0,
         shares_prompts: bool = False,
         reload_token_s: float | None = None,
+        host_tokens: int = 0,
         growth_z: float = 1.0,
         patience_s: float = 30.0,
         rule: PriorityName = "tiers",
         weights: Weights = STANDARD,
     ) -> None:
         """`max_batch`: turns that run at a time, 0 for any number. `shares_prompts`: the engine keeps once what a group
-        begins with. `growth_z`: standard deviations of growth that admission leaves room for. `patience_s`: who waits
-        longer for room goes before everybody, oldest first."""
+        begins with. `reload_token_s`, `host_tokens`: of host memory, where there is some. `growth_z`: standard deviations
+        of growth that admission leaves room for. `patience_s`: who waits longer for room goes before everybody, oldest
+        first."""
         self.budget_tokens, self.max_batch = budget_tokens, max_batch
         self.kinds, self.rates = kinds, rates
-        self.reload_token_s, self.rule, self.weights = reload_token_s, rule, weights
+        self.reload_token_s, self.host_tokens = reload_token_s, host_tokens
+        self.rule, self.weights = rule, weights
         self.active = 0
         self.unbegun = 0
         """Tasks admitted before whose first turn could run."""
@@ -130,14 +133,22 @@ class TaskPool:
     def _fills_a_gap(self, kind: str, tokens: int, now_s: float, group: Hashable) -> bool:
         """Whether one more may take at once what no task that waits can use; not while room is kept for one that waited
         beyond the patience. Its later turns will mostly wait: so only where KV comes back from host memory, which
-        delays nobody else, and while those that do not run are fewer than are looked at for a place."""
+        delays nobody else, while those that do not run are fewer than are looked at for a place, and while host memory
+        will hold, on average, what the pool cannot: many that begin together are many that grow together."""
         if now_s >= self._ready.aged_s or len(self) - self.active >= CANDIDATES:
             return False
-        if not self.rates.known or kind not in self.kinds:
+        if kind not in self.kinds or not self._loads_back:
             return False
-        wanted = tokens + self.kinds[kind].growth.reserved_tokens(self.budget_tokens)
-        missing = self._charges.missing_for(group, wanted) + self.unbegun * wanted
-        return missing <= 0 and self.price().leave == "offload"
+        wanted = tokens + self.kinds[kind].growth.reserved_tokens(self.budget_tokens, cheap=True)
+        if self._charges.missing_for(group, wanted) + self.unbegun * wanted > 0:
+            return False
+        peak_tokens = self._bookings.mean_peak_tokens(kind, group, tokens, 1, resident=self._resident(now_s))
+        return peak_tokens <= self.budget_tokens + self.host_tokens
+
+    @property
+    def _loads_back(self) -> bool:
+        """KV that leaves, of a turn that gives way too, comes back from host memory, which delays nobody else."""
+        return self.rates.known and self.price().leave == "offload"
 
     def _resident(self, now_s: float) -> float:
         """The share of the tasks that hold KV, or would be worth it: all but those whose environments have worked for
@@ -206,7 +217,8 @@ class TaskPool:
             kind.begins(resident, context_tokens, now_s)
             self._bookings.learn(resident)
         resident.context_tokens = context_tokens
-        resident.wanted_tokens = context_tokens + kind.growth.reserved_tokens(max_new_tokens)
+        reserved_tokens = kind.growth.reserved_tokens(max_new_tokens, cheap=self._loads_back)
+        resident.wanted_tokens = context_tokens + reserved_tokens
         resident.state, resident.ready_s = "ready", now_s
         self._bookings.rebook(resident, context_tokens)
         self._holding.wait_for_room(resident, now_s)

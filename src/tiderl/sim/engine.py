@@ -82,6 +82,7 @@ class SimEngine:
             max_batch=self._batch.max_batch,
             shares_prompts=settings.min_shared_tokens < settings.model.max_context_tokens,
             reload_token_s=cost.kv_reload_token_s,
+            host_kv_tokens=self._batch.host.budget_tokens,
         )
         for rank in self._ranks:
             rank.engine = self

@@ -38,7 +38,9 @@ class TracedWorkload:
         max_context_tokens: int,
         max_new_tokens_per_turn: int,
         score_s: float = 0.0,
+        system_tokens: int = 0,
     ) -> None:
+        """`system_tokens`: of the first observations, how many groups may have in common."""
         if not train:
             raise ConfigurationError("no group of trajectories was recorded to its end", where=where)
         self._groups = {"train": dict(train), "eval": dict(held_out or train)}
@@ -54,7 +56,7 @@ class TracedWorkload:
                 hint=f"give at least {longest + 1}",
             )
         self.profile: WorkloadProfile = fitted_profile(everyone, score_s=score_s)
-        self.system_tokens = 0
+        self.system_tokens = system_tokens
 
     def recycled(self, prompt_ids: Iterable[int]) -> int:
         """How many of these training prompts played the group of another one."""
