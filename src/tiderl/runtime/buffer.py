@@ -52,6 +52,8 @@ class Group:
     deadline: int
     members: list[Member]
     refills: int = 0
+    opened_on: int | None = None
+    """The replica for whose sake it was opened; None: another run opened it."""
     ready_s: float | None = None
     ready_update: int = 0
     """Updates done when the group became ready: what `window` staleness counts from."""
@@ -122,14 +124,15 @@ class Buffer:
     _ready: list[tuple[float, ...]] = field(default_factory=list)
     """Of these the ready ones in consumption order; the last number is the prompt id."""
 
-    def start(self, prompt: Prompt, start_version: int, group_size: int) -> Group:
-        """Opens the group of the next prompt."""
+    def start(self, prompt: Prompt, start_version: int, group_size: int, replica: int) -> Group:
+        """Opens the group of the next prompt, for the sake of a replica."""
         group = Group(
             prompt_id=self.next_prompt_id,
             prompt=prompt,
             start_version=start_version,
             deadline=deadline(start_version, self.max_staleness, self.counts),
             members=[Member(number, self.new_trajectory_id()) for number in range(group_size)],
+            opened_on=replica,
         )
         self._enter(group)
         self.next_prompt_id += 1

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 from tiderl.data.events import Event
@@ -21,7 +22,10 @@ from tiderl.runtime.loads import Loads
 from tiderl.runtime.ports import Engine
 from tiderl.runtime.seat import FixedSeat, Seat
 from tiderl.runtime.seats import TaskSeats
+from tiderl.runtime.waiting import Entry
 from tiderl.schedule.appetite import Appetite
+from tiderl.schedule.order import CANDIDATES
+from tiderl.schedule.pool import TaskPool
 from tiderl.schedule.priority import TaskFacts
 from tiderl.schedule.residents import Facts, Resident
 from tiderl.schedule.staleness import NO_DEADLINE, StartView, starts_allowed
@@ -33,7 +37,9 @@ class Next:
     """The first waiting one of each sort: prompts tell what kind of task it is."""
 
     evaluation: Prompt | None
-    member: tuple[Group, Member] | None
+    member: Entry | None
+    of: Callable[[int], Entry | None]
+    """The first member whose group was opened on a replica."""
 
 
 class KvPolicy(Protocol):
@@ -41,7 +47,7 @@ class KvPolicy(Protocol):
         """The candidates for the next start; `room` for a group is not looked for where none may start."""
 
     def home(self, group: Group) -> int | None:
-        """Where a group's prompt is."""
+        """Where a group's prompt is, or will be."""
 
     def seat(self, key: TaskKey, replica: int, prompt: Prompt, group: Group | None) -> Seat:
         """The task's place there, from now on."""
@@ -116,7 +122,8 @@ class TaskLevel:
     ) -> None:
         """`changed`: there may be room. `moved`: a task went to another replica. `ready`: members may start."""
         self._loads, self._buffer, self._rules, self._ready = loads, buffer, rules, ready
-        self._seats = TaskSeats(engines, rules, emit, changed=changed, moved=self._moved, began=self._began)
+        self._seats = TaskSeats(engines, rules, emit, changed=self._stir, moved=self._moved, began=self._began)
+        self._changed = changed
         self._groups: dict[int, Counter[int]] = {}  # prompt id -> replica -> tasks of the group there
         self._places: dict[TaskKey, int] = {}  # of training tasks
         self._tell_moved = moved
@@ -124,40 +131,51 @@ class TaskLevel:
         self._versions: dict[int, int | None] = {}
         self._kinds: dict[str, None] = {}  # of training tasks that have begun
         self._appetite = Appetite(buffer.batch_groups * rules.group_size)
+        self._stirred: dict[int, None] = {}  # where there may be more room than when it was looked at last
 
     def replicas(self, waiting: Next, start: StartView) -> Sequence[ReplicaView]:
         found = {view.replica: view for view in self._loads.least()}
-        if waiting.member is not None:
-            home = self.home(waiting.member[0])
-            view = None if home is None else self._loads.of(home)
+        home = self.home(waiting.member[0]) if waiting.member is not None else None
+        stirred = list(islice(self._stirred, CANDIDATES))
+        for replica in stirred if home is None else (home, *stirred):
+            view = self._loads.of(replica)
             if view is not None:
-                found[view.replica] = view
-        return [
-            replace(view, room=self._room(view.replica, waiting, may_start=starts_allowed(start, view.version) > 0))
-            for view in found.values()
-        ]
+                found[replica] = view
+        views = []
+        for view in found.values():
+            room = self._room(view, waiting, home, may_start=starts_allowed(start, view.version) > 0)
+            if self._stirred.pop(view.replica, view) is None and room:
+                self._stirred[view.replica] = None  # the others' turn first
+            views.append(replace(view, room=room, pressed=self._seats.pools[view.replica].pressed))
+        return views
 
-    def _room(self, replica: int, waiting: Next, *, may_start: bool) -> frozenset[What]:
-        pool, longest, now_s = self._seats.pools[replica], float(self._rules.max_context_tokens), _now()
+    def _room(self, view: ReplicaView, waiting: Next, home: int | None, *, may_start: bool) -> frozenset[What]:
+        """`home`: of the first waiting member."""
+        pool, longest, now_s = self._seats.pools[view.replica], float(self._rules.max_context_tokens), _now()
         room: list[What] = []
         if waiting.evaluation is not None:
             kind = _kind("eval", waiting.evaluation)
             tokens = pool.expected_first_tokens(kind, None)
             if pool.room_for(kind, longest if tokens is None else tokens, now_s):
                 room.append("eval")
-        if waiting.member is not None:
-            group, _ = waiting.member
-            kind = _kind("train", group.prompt)
-            name = _name(group.prompt_id)
-            tokens = pool.expected_first_tokens(kind, name)
-            if pool.room_for(kind, longest if tokens is None else tokens, now_s, group=name):
-                room.append("member")
-        if (waiting.member is None or "member" in room) and not self._sated() and may_start:
+        if waiting.member is not None and self._fits(pool, waiting.member, now_s):
+            room.append("member")
+        own = waiting.of(view.replica)
+        if own is not None and own is not waiting.member and own[0].start_version <= view.version:
+            if self._fits(pool, own, now_s):
+                room.append("own")
+        elif (waiting.member is None or "member" in room or view.replica != home) and not self._sated() and may_start:
             sizes = {kind: pool.expected_first_tokens(kind, None) or longest for kind in self._kinds}
             kind = max(sizes, key=lambda name: sizes[name], default="train:")
             if pool.room_for(kind, sizes.get(kind, longest), now_s):
                 room.append("group")
         return frozenset(room)
+
+    def _fits(self, pool: TaskPool, entry: Entry, now_s: float) -> bool:
+        group, _ = entry
+        kind, name = _kind("train", group.prompt), _name(group.prompt_id)
+        tokens = pool.expected_first_tokens(kind, name)
+        return pool.room_for(kind, self._rules.max_context_tokens if tokens is None else tokens, now_s, group=name)
 
     def _sated(self) -> bool:
         """A whole batch is ready, and as many tasks are in flight as the trainer can take."""
@@ -166,10 +184,16 @@ class TaskLevel:
         ready = len(buffer.ready_groups) >= buffer.batch_groups
         return self._loads.total >= self._appetite.tasks(batch_is_ready=ready)
 
+    def _stir(self, replica: int) -> None:
+        self._stirred[replica] = None
+        self._changed()
+
     def trained(self, waited_s: float, seconds: float) -> None:
         self._appetite.trained(waited_s, seconds)
 
     def home(self, group: Group) -> int | None:
+        if group.opened_on is not None and self._loads.of(group.opened_on) is not None:
+            return group.opened_on
         there = self._groups.get(group.prompt_id)
         return max(there, key=lambda replica: (there[replica], -replica)) if there else None
 

@@ -8,7 +8,6 @@ this loop's TaskGroup. Decides nothing itself: admission is `schedule.tasks`, fa
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 
 from tiderl.data.errors import (
@@ -29,6 +28,7 @@ from tiderl.runtime.loads import Loads
 from tiderl.runtime.ports import Ports
 from tiderl.runtime.sync import Publisher
 from tiderl.runtime.task import TaskLimits, TaskPlayer
+from tiderl.runtime.waiting import Waiting
 from tiderl.runtime.wakeup import Wakeup
 from tiderl.schedule.groups import FailureKind, FailureView, after_failure
 from tiderl.schedule.staleness import StartView
@@ -75,7 +75,7 @@ class Rollout:
         self.prompts, self.emit = prompts, emit
         self.limits, self.eval_limits = limits, eval_limits
         self.group_size, self.slots, self.total_groups = group_size, slots, total_groups
-        self.waiting: deque[tuple[Group, Member]] = deque()
+        self.waiting = Waiting()
         self.training_tasks = dict.fromkeys(ports.cluster.engines, 0)
         self.eval_tasks = dict.fromkeys(ports.cluster.engines, 0)
         self.group_tasks: dict[int, list[asyncio.Task[None]]] = {}
@@ -129,7 +129,9 @@ class Rollout:
             if decision.what == "eval":
                 self._start_eval(tasks, decision.replica)
             elif decision.what == "member":
-                self._start_member(tasks, *self.waiting.popleft(), decision.replica)
+                self._start_member(tasks, *self.waiting.take(), decision.replica)
+            elif decision.what == "own":
+                self._start_member(tasks, *self.waiting.take(decision.replica), decision.replica)
             else:
                 self._start_group(decision.replica)
 
@@ -140,7 +142,7 @@ class Rollout:
             self.loads.usable(replica, version)
             self.kv.usable(replica, version, self.publisher.up[replica])
             self._restless[replica] = None
-        first = self.waiting[0] if self.waiting else None
+        first = self.waiting.first()
         start = StartView(
             started_groups=self.buffer.started_groups,
             total_groups=self.total_groups,
@@ -151,7 +153,7 @@ class Rollout:
         )
         return AdmissionView(
             free_slots=self.slots - self.in_flight,
-            replicas=self.kv.replicas(Next(self.evaluator.waiting_prompt(), first), start),
+            replicas=self.kv.replicas(Next(self.evaluator.waiting_prompt(), first, self.waiting.first), start),
             eval_version=self.evaluator.waiting_version(),
             member_min_version=first[0].start_version if first else None,
             start=start,
@@ -170,7 +172,7 @@ class Rollout:
     def _start_group(self, replica: int) -> None:
         """Opens the next prompt's group at this replica's version; its members wait for admission like any other."""
         version = self.publisher.loaded[replica]
-        group = self.buffer.start(next(self.prompts), version, self.group_size)
+        group = self.buffer.start(next(self.prompts), version, self.group_size, replica)
         self.journal.issued(group)
         self.emit(
             PromptIssued(
@@ -186,7 +188,7 @@ class Rollout:
 
     def _ready(self, group: Group, members: Collection[Member]) -> None:
         """These members may start."""
-        self.waiting.extend((group, member) for member in members)
+        self.waiting.add(group, members)
         self.wakeup.notify()
 
     def _moved(self, key: TaskKey, replica: int, to: int) -> None:
@@ -318,7 +320,7 @@ class Rollout:
             member.retries += 1
             member.attempt += 1
             self.journal.retried(group, member)
-            self.waiting.appendleft((group, member))
+            self.waiting.add_first(group, member)
             return
         group.refills += kind != "infrastructure"
         self.refill(group, member, fault.reason, tokens)
@@ -359,7 +361,7 @@ class Rollout:
         self.journal.refilled(group, member, reason, new)
         self._emit_dropped(group, member, reason, tokens)
         group.members[member.number] = new
-        self.waiting.appendleft((group, new))
+        self.waiting.add_first(group, new)
 
     def _drop_group(self, group: Group, failed: Member, reason: str, tokens: int) -> None:
         """The prompt is given up: its other members are cancelled, finished ones included."""
@@ -369,7 +371,7 @@ class Rollout:
             self._emit_dropped(group, member, why, tokens if member is failed else self._spent(member))
         self.buffer.drop(group)
         self.kv.forget(group)
-        self.waiting = deque(entry for entry in self.waiting if entry[0] is not group)
+        self.waiting.forget(group)
         current = asyncio.current_task()
         for task in self.group_tasks.pop(group.prompt_id):
             if task is not current:

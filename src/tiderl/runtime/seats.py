@@ -34,12 +34,12 @@ class TaskSeats:
         rules: KvRules,
         emit: Callable[[Event], None],
         *,
-        changed: Callable[[], None],
+        changed: Callable[[int], None],
         moved: Callable[[TaskKey, int, int], None],
         began: Callable[[TaskKey], None],
     ) -> None:
-        """`changed`: there may be room for new tasks. `moved`: a task goes from one replica to another. `began`: the
-        first context of a task is known."""
+        """`changed`: there may be room for new tasks on a replica. `moved`: a task goes from one replica to another.
+        `began`: the first context of a task is known."""
         self._engines, self._rules, self._emit = engines, rules, emit
         self._changed, self._moved, self._began = changed, moved, began
         self.kinds: dict[str, Kind] = {}
@@ -177,7 +177,7 @@ class TaskSeats:
     def _due(self, replica: int) -> None:
         self._timers.pop(replica, None)
         self.apply(replica, self.pools[replica].pump(_now()))
-        self._changed()
+        self._changed(replica)
 
     @property
     def active_s(self) -> float:
@@ -203,7 +203,7 @@ class TaskSeats:
         waiter = self._waiting[seat.replica][key] = asyncio.get_running_loop().create_future()
         self._emit(paused(key, seat.replica, "no_room" if pool.open else "lost", _now()))
         self.apply(seat.replica, verdict)
-        self._changed()
+        self._changed(seat.replica)
         try:
             await handle.pause()
             await waiter
@@ -240,7 +240,7 @@ class TaskSeats:
             seat.newest_version = int(result.versions[-1])
         pool.ended(seat.key, context_tokens, len(result.ids), now_s, interrupted=interrupted)
         self.apply(seat.replica, pool.pump(now_s))
-        self._changed()
+        self._changed(seat.replica)
 
     def close(self, seat: TaskSeat, *, finished: bool) -> None:
         self._engines[seat.replica].release(seat.key)
@@ -249,6 +249,7 @@ class TaskSeats:
         pool.leave(seat.key, finished=finished)
         seat.left(_now() - seat.admitted_s if finished else None)
         self.apply(seat.replica, pool.pump(_now()))
+        self._changed(seat.replica)
 
 
 class TaskSeat:

@@ -61,9 +61,9 @@ class TaskPool:
         weights: Weights = STANDARD,
     ) -> None:
         """`max_batch`: turns that run at a time, 0 for any number. `shares_prompts`: the engine keeps once what a group
-        begins with. `reload_token_s`, `host_tokens`: of host memory, where there is some. `growth_z`: standard deviations
-        of growth that admission leaves room for. `patience_s`: who waits longer for room goes before everybody, oldest
-        first."""
+        begins with. `reload_token_s`, `host_tokens`: of host memory, where there is some. `growth_z`: standard
+        deviations of growth that admission leaves room for. `patience_s`: who waits longer for room goes before
+        everybody, oldest first."""
         self.budget_tokens, self.max_batch = budget_tokens, max_batch
         self.kinds, self.rates = kinds, rates
         self.reload_token_s, self.host_tokens = reload_token_s, host_tokens
@@ -104,6 +104,11 @@ class TaskPool:
     def booked_tokens(self) -> float:
         """Contexts of all tasks in flight, those without KV included."""
         return self._bookings.tokens
+
+    @property
+    def pressed(self) -> bool:
+        """Tasks wait for room."""
+        return len(self._ready) > 0
 
     def price(self) -> Price:
         """Of this moment, with others queueing."""

@@ -23,7 +23,9 @@ TRAIN_PRIORITY = 0.0
 LEAD_SHARE = 1 / 8
 """Of the tasks of the least loaded replica: so many more another may have for the sake of a prompt that is there."""
 
-What = Literal["eval", "member", "group"]
+What = Literal["eval", "member", "own", "group"]
+"""`member`: the first that waits. `own`: the first of a group that was opened on this replica, where that is another
+one."""
 EVERYTHING: frozenset[What] = frozenset(("eval", "member", "group"))
 
 
@@ -53,7 +55,9 @@ class ReplicaView:
     tasks: int
     """In flight on it, waiting on their environment included."""
     room: frozenset[What] = EVERYTHING
-    """What its KV has room for: the first waiting one of each."""
+    """What its KV has room for: the first waiting one of each. For a group only where no `own` waits."""
+    pressed: bool = False
+    """Tasks wait for room there: memory and not their number says how many turns run."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,13 @@ def place(
 ) -> int | None:
     """The least loaded replica that may take the task, lowest number first; None if there is none. `home` is preferred
     while it has no more than `home_lead` tasks more, nor more than `LEAD_SHARE`: turns in a larger batch take longer,
-    and a prompt is computed once."""
+    and a prompt is computed once. Where memory says how many turns run, a prompt there is room for others' KV as well."""
     eligible = [r for r in replicas if (r.version == min_version if exact else r.version >= min_version)]
     if not eligible:
         return None
     least = min(eligible, key=lambda r: (r.tasks, r.replica))
     lead = min(home_lead, int(least.tasks * LEAD_SHARE))
-    if any(r.replica == home and r.tasks <= least.tasks + lead for r in eligible):
+    if any(r.replica == home and (least.pressed or r.tasks <= least.tasks + lead) for r in eligible):
         return home
     return least.replica
 
@@ -114,23 +118,33 @@ def next_admission(view: AdmissionView) -> Admission | Blocked:
     if view.free_slots < 1:
         return Blocked("slots")
     free = [r for r in view.replicas if r.tasks < view.replica_slots]
-    full = False
+    full = stays = False
     if view.eval_version is not None:
         replica = place([r for r in free if "eval" in r.room], min_version=view.eval_version, exact=True)
         if replica is not None:
             return Admission("eval", replica)
     if view.member_min_version is not None:
         roomy = [r for r in free if "member" in r.room]
-        replica = place(roomy, min_version=view.member_min_version, home=view.member_home, home_lead=view.home_lead)
-        if replica is not None:
-            return Admission("member", replica)
+        elsewhere = place(roomy, min_version=view.member_min_version, home=view.member_home, home_lead=view.home_lead)
+        stays = any(
+            r.replica == view.member_home and r.version >= view.member_min_version and "member" not in r.room
+            for r in free
+        )
+        if elsewhere is not None and not stays:
+            return Admission("member", elsewhere)
         full = len(roomy) < len(free)
     if not view.replicas:
         return Blocked("weights")
-    startable = [r for r in view.replicas if starts_allowed(view.start, r.version) > 0]
-    replica = None if full else place([r for r in startable if r in free and "group" in r.room], min_version=0)
+    replica = place([r for r in free if "own" in r.room], min_version=0)
     if replica is not None:
-        return Admission("group", replica)
+        return Admission("own", replica)
+    startable = [r for r in view.replicas if starts_allowed(view.start, r.version) > 0]
+    if stays or not full:
+        replica = place([r for r in startable if r in free and "group" in r.room], min_version=0)
+        if replica is not None:
+            return Admission("group", replica)
+    if stays and elsewhere is not None:
+        return Admission("member", elsewhere)
     if startable:
         return Blocked("kv" if full or any("group" not in r.room for r in startable) else "slots")
     if view.start.started_groups >= view.start.total_groups:
