@@ -7,13 +7,15 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pool_play import CONTEXT, MAX_TURNS, admitted, pool_of, train
+from support.pool_play import CONTEXT, MAX_TURNS, admitted, of_kind, pool_of, train
 
 from tiderl.data.errors import InvariantViolation, RequestTooLarge
 from tiderl.data.records import TaskKey
+from tiderl.schedule.charges import Charges
 from tiderl.schedule.order import CANDIDATES
 from tiderl.schedule.pool import BATCHES, TaskPool, Verdict
 from tiderl.schedule.priority import TaskFacts
+from tiderl.schedule.residents import Resident
 
 
 def turn(pool: TaskPool, key: TaskKey, context: int, said: int, now_s: float) -> None:
@@ -58,6 +60,33 @@ def test_what_a_group_begins_with_is_charged_once_on_each_replica() -> None:
     assert pools[0].used_tokens == 40 + 8
     pools[0].leave(train(2), finished=True)
     assert [pool.used_tokens for pool in pools] == [0, 40 + 2 * 8]
+
+
+def test_with_the_last_holder_of_a_group_its_prompt_makes_room_too() -> None:
+    pool = pool_of(96, block_tokens=4, shares_prompts=True)
+    admitted(pool, train(0), train(1), train(0, group=1), train(0, group=2))
+    for member in (0, 1):
+        pool.ask(train(member), 42, 6, 0.0)
+        pool.ended(train(member), 48, 6, 1.0)
+    assert pool.ask(train(0, group=1), 10, 2, 1.0).go
+    assert pool.used_tokens == 40 + 8 + 8 + 8 + 4, "both wait, the other one runs"
+    # 48 positions are wanted and 28 are free. The own parts of both are 16: not enough without their prompt's 40.
+    verdict = pool.ask(train(0, group=2), 42, 6, 2.0)
+    assert [departure.key for departure in verdict.departures] == [train(0), train(1)]
+    assert verdict.go == (train(0, group=2),)
+    assert pool.used_tokens == 8 + 4 + 40 + 8
+
+
+def test_prompts_are_expected_to_be_held_as_often_as_any_member_holds_kv() -> None:
+    charges = Charges(1000, block_tokens=1, shares_prompts=True)
+    for group, members in ((0, 1), (1, 3)):
+        for member in range(members):
+            charges.enter(Resident(train(member, group), "train:web", group, of_kind))
+        charges.learn(group, 101)
+    assert charges.prompt_tokens == charges.expected_prompt_tokens(1.0) == 200
+    # Two members each on average: with the chance 1 - 3/4 · 3/4 one of them holds KV.
+    assert charges.expected_prompt_tokens(0.25) == 200 * 7 / 16
+    assert charges.expected_prompt_tokens(0.0) == 0.0
 
 
 def test_who_gives_way_is_charged_nothing_and_the_whole_when_it_comes_back() -> None:

@@ -89,14 +89,14 @@ class Bookings:
         if self._rates.known and self._price().hold_s < self._rates.active_s:
             # Bringing KV back costs less than leaving room idle for a turn: who does not fit later is paused then.
             z, steps = 0.0, SOON
-        return peak(mean[:steps], variance[:steps], z) + self._charges.prompt_tokens
+        return peak(mean[:steps], variance[:steps], z) + self._charges.expected_prompt_tokens(resident)
 
     def mean_peak_tokens(
         self, kind: str, group: Hashable, context_tokens: int, tasks: int, *, resident: float
     ) -> float:
         """As `peak_tokens`, on average and over all that is to come, whatever pausing costs."""
         mean, variance = self._forecast(kind, group, context_tokens, tasks, resident)
-        return peak(mean, variance, 0.0) + self._charges.prompt_tokens
+        return peak(mean, variance, 0.0) + self._charges.expected_prompt_tokens(resident)
 
     def _forecast(
         self, kind: str, group: Hashable, context_tokens: int, tasks: int, resident: float

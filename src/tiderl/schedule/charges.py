@@ -58,18 +58,29 @@ class Charges:
         self.running_tokens = 0
         """Charged for turns that run, without their groups' prompts."""
         self._groups: dict[Hashable, GroupPrompt] = {}
-        self._all, self._running = Sum(), Sum()
+        self._members = 0  # of all of them
+        self._all, self._running, self._stays = Sum(), Sum(), Sum()
 
     @property
     def used_tokens(self) -> int:
         return self._all.tokens
 
+    def expected_prompt_tokens(self, resident: float) -> float:
+        """What groups in flight share and hold, when each task holds KV with the chance `resident`, independently, and
+        all groups are as large."""
+        if resident >= 1.0 or not self._groups:
+            return float(self.prompt_tokens)
+        members = self._members / len(self._groups)
+        return self.prompt_tokens * (1.0 - (1.0 - max(0.0, resident)) ** members)
+
     def enter(self, resident: Resident) -> None:
         """It is in flight here, and holds nothing."""
+        self._members += 1
         self._groups.setdefault(resident.group, GroupPrompt()).members[resident.key] = resident
 
     def leave(self, resident: Resident) -> None:
         self.charge(resident, 0)
+        self._members -= 1
         group = self._groups[resident.group]
         del group.members[resident.key]
         if not group.members:
@@ -98,16 +109,14 @@ class Charges:
         known = self._groups.get(group)
         return max(1, tokens - known.shared_tokens) if known is not None else tokens
 
-    def missing(self, resident: Resident, tokens: int, *, beside_running: bool = False) -> int:
-        """Positions that the pool lacks for the task to have `tokens`; 0 or less: none. `beside_running`: when nobody
-        else holds any but those that run."""
+    def missing(self, resident: Resident, tokens: int, *, without_due: bool = False) -> int:
+        """Positions that the pool lacks for the task to have `tokens`; 0 or less: none. `without_due`: when everything
+        has gone that is due, and with the last holder of a group its prompt."""
         shared, block = self._groups[resident.group].shared_tokens, self.block_tokens
         own = tokens - shared if tokens > shared else 1
         needed = -(-own // block) * block - self.budget_tokens  # `_blocks`: this is asked most often of all
-        held = self._all
-        if beside_running:
-            held = self._running
-        else:
+        held = self._stays if without_due else self._all
+        if not (without_due and resident.charged_due):
             needed -= resident.charged_tokens
         return held.tokens + needed + (0 if resident.group in held.holders else shared)
 
@@ -141,6 +150,8 @@ class Charges:
         charged = self._blocks(max(1, tokens - shared)) if tokens else 0
         before, ran = resident.charged_tokens, resident.charged_tokens if resident.charged_running else 0
         self._all.change(resident.group, shared, before, charged)
+        if not resident.charged_due:
+            self._stays.change(resident.group, shared, before, charged)
         runs = charged if running else 0
         if runs != ran:
             self._running.change(resident.group, shared, ran, runs)
@@ -148,6 +159,15 @@ class Charges:
         resident.charged_tokens, resident.charged_running = charged, running
         if self._all.tokens < 0:
             raise InvariantViolation(f"{self._all.tokens} tokens used", where="task pool, I4")
+
+    def due(self, resident: Resident, is_due: bool) -> None:
+        """Whether what it holds may leave."""
+        if resident.charged_due == is_due:
+            return
+        shared, charged = self._groups[resident.group].shared_tokens, resident.charged_tokens
+        before, after = (charged, 0) if is_due else (0, charged)
+        self._stays.change(resident.group, shared, before, after)
+        resident.charged_due = is_due
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens) * self.block_tokens
