@@ -286,8 +286,12 @@ def test_tasks_that_wait_longer_than_their_kv_is_worth_do_not_count_in_the_forec
 
 def test_priorities_reach_the_engine_only_while_somebody_waits_for_room() -> None:
     pool = pool_of(CONTEXT)
-    pool.admit(train(0), "train:web", ("train", 0), 20.0, lambda resident, now_s: TaskFacts(group_done_fraction=0.5))
-    pool.admit(TaskKey("eval", 0, 0), "eval:web", ("eval", 0), 20.0, lambda resident, now_s: TaskFacts(evaluation=True))
+    pool.admit(
+        train(0), "train:web", ("train", 0), 20.0, lambda resident, now_s: TaskFacts(group_done_fraction=0.5), 0.0
+    )
+    pool.admit(
+        TaskKey("eval", 0, 0), "eval:web", ("eval", 0), 20.0, lambda resident, now_s: TaskFacts(evaluation=True), 0.0
+    )
     assert (pool.engine_priority(train(0), 0.0), pool.engine_priority(TaskKey("eval", 0, 0), 0.0)) == (0.0, 8.0)
     pool.ask(train(0), 60, 10, 0.0)
     pool.ask(TaskKey("eval", 0, 0), 60, 10, 0.0)

@@ -62,7 +62,7 @@ class Bookings:
     def learn(self, resident: Resident) -> None:
         """It has begun: where its group's first context is news here, the others' own parts are not what they were."""
         for member in self._charges.learn(resident.group, resident.first_tokens):
-            if member is not resident:
+            if member is not resident and member.booked_tokens:
                 self.rebook(member, resident.first_tokens)
 
     def book(self, resident: Resident, context_tokens: int) -> None:
@@ -74,7 +74,9 @@ class Bookings:
         resident.booked_tokens, resident.booked_step = tokens, step
 
     def unbook(self, resident: Resident) -> None:
-        self._population(resident.kind).remove(resident.booked_step, resident.booked_tokens)
+        if resident.booked_tokens:
+            self._population(resident.kind).remove(resident.booked_step, resident.booked_tokens)
+            resident.booked_tokens = 0
 
     def rebook(self, resident: Resident, context_tokens: int) -> None:
         self.unbook(resident)
