@@ -154,15 +154,12 @@ class TaskPool:
         if len(self._ready) >= CANDIDATES:
             return False
         known, active_s = self.kinds[kind], self.rates.active_s
-        turn_s = active_s + known.waits.mean_s
-        life_s = (1.0 + float(known.growth.tables().left_turns[0])) * turn_s
-        there = (self.late + tasks) * life_s / known.resets.mean_s
+        turn_s, turns = active_s + known.waits.mean_s, 1.0 + float(known.growth.tables().left_turns[0])
+        there = (self.late + tasks) * turns * turn_s / known.resets.mean_s
         if self.max_batch and there * active_s / turn_s > BATCHES * self.max_batch:
             return False
-        begun = len(self) - self.late
-        if begun:
-            tokens = self._resident(now_s) * self._bookings.tokens / begun
-        return there * tokens <= self.budget_tokens
+        grown_tokens = self._charges.part_tokens(tokens) + (turns - 1.0) / 2.0 * known.growth.growth_tokens
+        return there * self._resident(now_s) * grown_tokens <= self.budget_tokens
 
     def _fills_a_gap(self, kind: str, tokens: int, now_s: float, group: Hashable) -> bool:
         """Whether one more may take at once what no task that waits can use; not while room is kept for one that waited
