@@ -178,27 +178,27 @@ def test_a_group_needs_a_probe_only_while_first_contexts_differ() -> None:
 def test_what_is_reserved_follows_what_turns_say_for_ever() -> None:
     growth = TaskGrowth(4, 1000)
     for said in range(15):
-        growth.said(said)
+        growth.said(said, 100)
     assert growth.reserved_tokens(512) == 512, "too little is known"
     for _ in range(2 * REMEMBERED_TURNS):
-        growth.said(40)
+        growth.said(40, 100)
     assert growth.reserved_tokens(512) == 20, "half of a turn"
     assert growth.reserved_tokens(8) == 8
     for _ in range(REMEMBERED_TURNS):
-        growth.said(400)
+        growth.said(400, 100)
     assert growth.reserved_tokens(512) == 200
 
 
 def test_where_giving_way_is_cheap_half_of_the_mean_is_reserved() -> None:
     growth = TaskGrowth(4, 1000)
     for said in (10, 31) * 8:
-        growth.said(said)
+        growth.said(said, 100)
     assert growth.reserved_tokens(512, cheap=True) == 11, "20.5 on average"
     assert growth.reserved_tokens(512) == 16, "the quantile is 31"
     assert growth.reserved_tokens(8, cheap=True) == 8
     silent = TaskGrowth(4, 1000)
     for _ in range(16):
-        silent.said(0)
+        silent.said(0, 100)
     assert silent.reserved_tokens(512, cheap=True) == 0
 
 

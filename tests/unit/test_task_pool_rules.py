@@ -183,7 +183,7 @@ def test_beside_those_who_wait_one_more_fills_a_gap_where_kv_comes_back_from_hos
         pool = pool_of(CONTEXT, 1e-3, **changes)
         admitted(pool, train(0))
         for _ in range(16):
-            pool.kinds["train:web"].growth.said(4)
+            pool.kinds["train:web"].growth.said(4, 100)
         pool.ask(train(0), 60, 4, 0.0)
         admitted(pool, train(1))
         assert pool.ask(train(1), 50, 4, 0.0) == Verdict()

@@ -73,12 +73,12 @@ class Charges:
         members = self._members / len(self._groups)
         return self.prompt_tokens * (1.0 - (1.0 - max(0.0, resident)) ** members)
 
-    def part_tokens(self, first_tokens: float) -> float:
-        """Of a first context, what one member more charges on average, with its part in the group's prompt."""
+    def part_tokens(self, context_tokens: float) -> float:
+        """Of a context, what it charges on average, with its part in the group's prompt."""
         if not self._groups:
-            return first_tokens
+            return context_tokens
         prompt_tokens = self.prompt_tokens / len(self._groups)
-        return max(1.0, first_tokens - prompt_tokens) + self.prompt_tokens / self._members
+        return max(1.0, context_tokens - prompt_tokens) + self.prompt_tokens / self._members
 
     def enter(self, resident: Resident) -> None:
         """It is in flight here, and holds nothing."""

@@ -129,7 +129,7 @@ class TaskPool:
         While others wait, only what fills a gap. Never when as many turns as `BATCHES` run are in the engine already:
         then more tasks would only wait there, with longer contexts. Always one where no turn runs or is about to."""
         if self.begins_late(kind):
-            return self._replaces(kind, tokens, now_s, tasks)
+            return (not self.active and not self.unbegun and tasks == 1) or self._replaces(kind, tokens, tasks)
         soon = self.unbegun - self.late
         if self.max_batch and self.active + soon >= BATCHES * self.max_batch:
             return False
@@ -146,7 +146,7 @@ class TaskPool:
         known = self.kinds.get(kind)
         return known is not None and self.rates.known and known.resets.mean_s > self.rates.active_s
 
-    def _replaces(self, kind: str, tokens: float, now_s: float, tasks: int) -> bool:
+    def _replaces(self, kind: str, tokens: float, tasks: int) -> bool:
         """Whether so many more that begin late will only take the place of those that end meanwhile. In the long run
         tasks that have begun are to those that have not as the seconds that both take (Little, 1961): as many may be
         beginning as stand for what the pool and the engine can hold. Not while those that wait for room are more than
@@ -154,12 +154,13 @@ class TaskPool:
         if len(self._ready) >= CANDIDATES:
             return False
         known, active_s = self.kinds[kind], self.rates.active_s
-        turn_s, turns = active_s + known.waits.mean_s, 1.0 + float(known.growth.tables().left_turns[0])
-        there = (self.late + tasks) * turns * turn_s / known.resets.mean_s
-        if self.max_batch and there * active_s / turn_s > BATCHES * self.max_batch:
+        turns = 1.0 + float(known.growth.tables().left_turns[0])
+        turns_a_second = (self.late + tasks) * turns / known.resets.mean_s
+        if self.max_batch and turns_a_second * active_s > BATCHES * self.max_batch:
             return False
-        grown_tokens = self._charges.part_tokens(tokens) + (turns - 1.0) / 2.0 * known.growth.growth_tokens
-        return there * self._resident(now_s) * grown_tokens <= self.budget_tokens
+        held_s = active_s + min(known.waits.mean_s, self._hold_s(self.price())(kind))
+        held_tokens = self._charges.part_tokens(max(tokens, known.growth.context_tokens))
+        return turns_a_second * held_s * held_tokens <= self.budget_tokens
 
     def _fills_a_gap(self, kind: str, tokens: int, now_s: float, group: Hashable) -> bool:
         """Whether one more may take at once what no task that waits can use; not while room is kept for one that waited
@@ -274,7 +275,7 @@ class TaskPool:
         resident.said_tokens += new_tokens
         if not interrupted:
             resident.turns += 1
-            self.kinds[resident.kind].growth.said(resident.said_tokens)
+            self.kinds[resident.kind].growth.said(resident.said_tokens, context_tokens)
             resident.said_tokens = 0
         self._bookings.rebook(resident, context_tokens)
         self._charges.charge(resident, context_tokens)
