@@ -65,6 +65,8 @@ class Resident:
     """What it has of the pool beside its part in the group's prompt; 0: it holds nothing."""
     charged_running: bool = False
     """For a turn that runs."""
+    computed: bool = False
+    """It has KV of a turn that has ended."""
     booked_tokens: int = 0
     booked_step: int = 0
     """How the forecast counts it."""
