@@ -48,7 +48,7 @@ class NeverCredits(TaskPool):
     def leave(self, key: TaskKey, *, finished: bool) -> None:
         charged_tokens = self._tasks[key].charged_tokens
         super().leave(key, finished=finished)
-        self._charges._all.own_tokens += charged_tokens
+        self._charges._all.tokens += charged_tokens
 
 
 class LearnsNothing(TaskPool):

@@ -40,25 +40,27 @@ class GroupPrompt:
 
 @dataclass
 class Prompts:
-    """Each group's prompt once, and once what they have in common, whoever they are."""
+    """Of some groups, each once, and once what they have in common."""
 
-    tokens: int = 0
     groups: dict[Common, int] = field(default_factory=dict)
 
-    def add(self, prompt: GroupPrompt) -> None:
-        self.tokens += self.more_tokens(prompt)
+    def add(self, prompt: GroupPrompt) -> int:
+        """One more; returns the tokens that it adds."""
+        more_tokens = self.more_tokens(prompt)
         if prompt.common is not None:
             self.groups[prompt.common] = self.groups.get(prompt.common, 0) + 1
+        return more_tokens
 
-    def remove(self, prompt: GroupPrompt) -> None:
+    def remove(self, prompt: GroupPrompt) -> int:
+        """One less; returns the tokens that go with it."""
         if prompt.common is not None:
             self.groups[prompt.common] -= 1
             if not self.groups[prompt.common]:
                 del self.groups[prompt.common]
-        self.tokens -= self.more_tokens(prompt)
+        return self.more_tokens(prompt)
 
     def more_tokens(self, prompt: GroupPrompt) -> int:
-        """What one more adds."""
+        """What it would add."""
         return prompt.shared_tokens - (prompt.common_tokens if prompt.common in self.groups else 0)
 
 
@@ -66,28 +68,23 @@ class Prompts:
 class Sum:
     """What some tasks hold together, with the prompts of their groups."""
 
-    own_tokens: int = 0
-    """Without these."""
+    tokens: int = 0
     prompts: Prompts = field(default_factory=Prompts)
     holders: dict[Hashable, int] = field(default_factory=dict)
     """By group, those of the tasks that hold anything."""
 
-    @property
-    def tokens(self) -> int:
-        return self.own_tokens + self.prompts.tokens
-
     def change(self, group: Hashable, prompt: GroupPrompt, before: int, after: int) -> None:
         """One of them holds `after` tokens beside its group's prompt, and held `before`; 0: nothing."""
-        self.own_tokens += after - before
+        self.tokens += after - before
         if bool(before) == bool(after):
             return
         held = self.holders.get(group, 0)
         self.holders[group] = held + (1 if after else -1)
         if after and not held:
-            self.prompts.add(prompt)
+            self.tokens += self.prompts.add(prompt)
         elif not self.holders[group]:
             del self.holders[group]
-            self.prompts.remove(prompt)
+            self.tokens -= self.prompts.remove(prompt)
 
 
 class Charges:
@@ -95,6 +92,8 @@ class Charges:
 
     def __init__(self, budget_tokens: int, *, block_tokens: int, shares_prompts: bool) -> None:
         self.budget_tokens, self.block_tokens, self.shares_prompts = budget_tokens, block_tokens, shares_prompts
+        self.prompt_tokens = 0
+        """What all groups in flight share, whether it is held or not; what they have in common once."""
         self.common = CommonPrompts()
         self.running_tokens = 0
         """Charged for turns that run, without their groups' prompts."""
@@ -106,11 +105,6 @@ class Charges:
     def used_tokens(self) -> int:
         return self._all.tokens
 
-    @property
-    def prompt_tokens(self) -> int:
-        """What all groups in flight share, whether it is held or not; what they have in common once."""
-        return self._prompts.tokens
-
     def enter(self, resident: Resident) -> None:
         """It is in flight here, and holds nothing."""
         self._groups.setdefault(resident.group, GroupPrompt()).members[resident.key] = resident
@@ -121,7 +115,7 @@ class Charges:
         del group.members[resident.key]
         if not group.members:
             if group.shared_tokens:
-                self._prompts.remove(group)
+                self.prompt_tokens -= self._prompts.remove(group)
             self.common.forget(resident.group)
             del self._groups[resident.group]
 
@@ -142,7 +136,7 @@ class Charges:
         common = self._common(resident.kind, first_tokens - 1)
         known.common = common if common[1] else None
         if known.shared_tokens:
-            self._prompts.add(known)
+            self.prompt_tokens += self._prompts.add(known)
         return list(known.members.values())
 
     def own_tokens(self, group: Hashable, tokens: int) -> int:
