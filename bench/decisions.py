@@ -106,7 +106,7 @@ class World:
         self.admitted += 1
         self.contexts[key], self.turns[key] = FIRST, 0
         self.ends[key] = self.dice.randint(1, MAX_TURNS)
-        self.pool.admit(key, f"{split}:web", (split, key.prompt_id), FIRST, facts)
+        self.pool.admit(key, f"{split}:web", (split, key.prompt_id), FIRST, facts, self.now_s)
         self.later(self.dice.uniform(0.0, WAIT_S + TURN_S), key, "asks")
 
     def go(self, verdict: Verdict) -> None:

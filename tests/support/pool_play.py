@@ -44,7 +44,7 @@ def of_kind(resident: Resident, now_s: float) -> TaskFacts:
 
 def admitted(pool: TaskPool, *keys: TaskKey) -> None:
     for key in keys:
-        pool.admit(key, f"{key.split}:web", (key.split, key.prompt_id), 20.0, of_kind)
+        pool.admit(key, f"{key.split}:web", (key.split, key.prompt_id), 20.0, of_kind, 0.0)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,9 @@ class Play:
         facts = TaskFacts(evaluation=key.split == "eval", group_done_fraction=number % 5 / 4)
         task = SlowTask(key, (key.split, key.prompt_id), priority(facts), number % 2)
         self.slow.tasks[key] = task
-        self.pools[task.pool].admit(key, f"{key.split}:web", task.group, 20.0, lambda resident, now_s: facts)
+        self.pools[task.pool].admit(
+            key, f"{key.split}:web", task.group, 20.0, lambda resident, now_s: facts, self.now_s
+        )
 
     def ask(self, number: int, tokens: int) -> None:
         """Its context has grown, or images have left it; what is left of a turn asks with what it had."""

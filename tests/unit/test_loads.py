@@ -72,7 +72,7 @@ def test_the_buffer_counts_what_a_look_at_all_groups_would(
         unready = [group for group in buffer.groups.values() if not group.ready]
         view = StartView(buffer.started_groups, 10**6, batch, eta, counts, buffer.updates_done)
         if choice % 4 < 2 and starts_allowed(view, buffer.updates_done):
-            buffer.start(Prompt("p"), buffer.updates_done, 1)
+            buffer.start(Prompt("p"), buffer.updates_done, 1, replica=0)
         elif choice % 4 == 2 and unready:
             group = unready[choice % len(unready)]
             buffer.fill(group, group.members[0], trajectory(step, group.prompt_id), "x", float(step))

@@ -49,6 +49,7 @@ class NeverCredits(TaskPool):
         charged_tokens = self._tasks[key].charged_tokens
         super().leave(key, finished=finished)
         self._charges._all.tokens += charged_tokens
+        self._charges._stays.tokens += charged_tokens
 
 
 class LearnsNothing(TaskPool):

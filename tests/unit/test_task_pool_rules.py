@@ -7,13 +7,15 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pool_play import CONTEXT, MAX_TURNS, admitted, pool_of, train
+from support.pool_play import CONTEXT, MAX_TURNS, admitted, of_kind, pool_of, train
 
 from tiderl.data.errors import InvariantViolation, RequestTooLarge
 from tiderl.data.records import TaskKey
+from tiderl.schedule.charges import Charges
 from tiderl.schedule.order import CANDIDATES
 from tiderl.schedule.pool import BATCHES, TaskPool, Verdict
 from tiderl.schedule.priority import TaskFacts
+from tiderl.schedule.residents import Resident
 
 
 def turn(pool: TaskPool, key: TaskKey, context: int, said: int, now_s: float) -> None:
@@ -176,6 +178,49 @@ def test_a_group_whose_beginning_is_disturbed_tells_nothing(what: str) -> None:
         pool.ended(members[0], 43, 1, 0.0, interrupted=True, cached_tokens=20)
     pool.ended(members[1], 44, 2, 0.0, cached_tokens=40)
     assert pool._charges.common.tokens("train:web") == 0
+
+
+def test_with_the_last_holder_of_a_group_its_prompt_makes_room_too() -> None:
+    pool = pool_of(96, block_tokens=4, shares_prompts=True)
+    admitted(pool, train(0), train(1), train(0, group=1), train(0, group=2))
+    for member in (0, 1):
+        pool.ask(train(member), 42, 6, 0.0)
+        pool.ended(train(member), 48, 6, 1.0)
+    assert pool.ask(train(0, group=1), 10, 2, 1.0).go
+    assert pool.used_tokens == 40 + 8 + 8 + 8 + 4, "both wait, the other one runs"
+    # 48 positions are wanted and 28 are free. The own parts of both are 16: not enough without their prompt's 40.
+    verdict = pool.ask(train(0, group=2), 42, 6, 2.0)
+    assert [departure.key for departure in verdict.departures] == [train(0), train(1)]
+    assert verdict.go == (train(0, group=2),)
+    assert pool.used_tokens == 8 + 4 + 40 + 8
+
+
+def two_groups(charges: Charges) -> None:
+    """Of one and of three members, with prompts of which 100 tokens are shared."""
+    for group, members in ((0, 1), (1, 3)):
+        for member in range(members):
+            resident = Resident(train(member, group), "train:web", group, of_kind, first_tokens=101)
+            charges.enter(resident)
+        charges.learn(resident)
+
+
+def test_prompts_are_expected_to_be_held_as_often_as_any_member_holds_kv() -> None:
+    charges = Charges(1000, block_tokens=1, shares_prompts=True)
+    two_groups(charges)
+    assert charges.prompt_tokens == charges.expected_prompt_tokens(1.0) == 200
+    # Two members each on average: with the chance 1 - 3/4 · 3/4 one of them holds KV.
+    assert charges.expected_prompt_tokens(0.25) == 200 * 7 / 16
+    assert charges.expected_prompt_tokens(0.0) == 0.0
+
+
+def test_what_groups_have_in_common_is_expected_to_be_held_as_often_as_anybody_holds_kv() -> None:
+    charges = Charges(1000, block_tokens=1, shares_prompts=True)
+    charges.common._found["train:web"].extend([80] * 4)
+    two_groups(charges)
+    assert charges.prompt_tokens == charges.expected_prompt_tokens(1.0) == 80 + 2 * 20
+    assert charges.expected_prompt_tokens(0.25) == 40 * 7 / 16 + 80 * (1 - (3 / 4) ** 4)
+    # Of 110 tokens 10 are a member's own, and four members have the prompts' 120 together.
+    assert charges.part_tokens(110.0) == 10 + 120 / 4
 
 
 def test_who_gives_way_is_charged_nothing_and_the_whole_when_it_comes_back() -> None:
@@ -375,8 +420,12 @@ def test_tasks_that_wait_longer_than_their_kv_is_worth_do_not_count_in_the_forec
 
 def test_priorities_reach_the_engine_only_while_somebody_waits_for_room() -> None:
     pool = pool_of(CONTEXT)
-    pool.admit(train(0), "train:web", ("train", 0), 20.0, lambda resident, now_s: TaskFacts(group_done_fraction=0.5))
-    pool.admit(TaskKey("eval", 0, 0), "eval:web", ("eval", 0), 20.0, lambda resident, now_s: TaskFacts(evaluation=True))
+    pool.admit(
+        train(0), "train:web", ("train", 0), 20.0, lambda resident, now_s: TaskFacts(group_done_fraction=0.5), 0.0
+    )
+    pool.admit(
+        TaskKey("eval", 0, 0), "eval:web", ("eval", 0), 20.0, lambda resident, now_s: TaskFacts(evaluation=True), 0.0
+    )
     assert (pool.engine_priority(train(0), 0.0), pool.engine_priority(TaskKey("eval", 0, 0), 0.0)) == (0.0, 8.0)
     pool.ask(train(0), 60, 10, 0.0)
     pool.ask(TaskKey("eval", 0, 0), 60, 10, 0.0)

@@ -267,9 +267,10 @@ class TaskLevel:
         pool = max(self._seats.pools.values(), key=lambda pool: pool.budget_tokens - pool.booked_tokens)
         kind = _kind("train", group.prompt)
         known = self._seats.kinds.get(kind)
-        if (known is not None and known.growth.first_is_known) or pool.room_for(
-            kind, self._rules.max_context_tokens, _now(), len(group.members)
-        ):
+        # A probe whose environment begins late would take longer than it tells: who has no room waits for it.
+        if (known is not None and known.growth.first_is_known) or pool.begins_late(kind):
+            return group.members
+        if pool.room_for(kind, self._rules.max_context_tokens, _now(), len(group.members)):
             return group.members
         probe, *others = group.members
         self._held_back[group.prompt_id] = (group, others)

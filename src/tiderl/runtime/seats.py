@@ -87,7 +87,7 @@ class TaskSeats:
         left: Left,
     ) -> TaskSeat:
         """Admits the task; `tokens` as in `TaskPool.admit`."""
-        self.pools[replica].admit(key, kind, (key.split, key.prompt_id), tokens, facts)
+        self.pools[replica].admit(key, kind, (key.split, key.prompt_id), tokens, facts, _now())
         self._seats[replica][key] = TaskSeat(self, key, replica, left)
         return self._seats[replica][key]
 

@@ -62,7 +62,7 @@ class Bookings:
     def learn(self, resident: Resident) -> None:
         """It has begun: where its group's first context is news here, the others' own parts are not what they were."""
         for member in self._charges.learn(resident):
-            if member is not resident:
+            if member is not resident and member.booked_tokens:
                 self.rebook(member, resident.first_tokens)
 
     def book(self, resident: Resident, context_tokens: int) -> None:
@@ -74,7 +74,9 @@ class Bookings:
         resident.booked_tokens, resident.booked_step = tokens, step
 
     def unbook(self, resident: Resident) -> None:
-        self._population(resident.kind).remove(resident.booked_step, resident.booked_tokens)
+        if resident.booked_tokens:
+            self._population(resident.kind).remove(resident.booked_step, resident.booked_tokens)
+            resident.booked_tokens = 0
 
     def rebook(self, resident: Resident, context_tokens: int) -> None:
         self.unbook(resident)
@@ -89,14 +91,14 @@ class Bookings:
         if self._rates.known and self._price().hold_s < self._rates.active_s:
             # Bringing KV back costs less than leaving room idle for a turn: who does not fit later is paused then.
             z, steps = 0.0, SOON
-        return peak(mean[:steps], variance[:steps], z) + self._charges.prompt_tokens
+        return peak(mean[:steps], variance[:steps], z) + self._charges.expected_prompt_tokens(resident)
 
     def mean_peak_tokens(
         self, kind: str, group: Hashable, context_tokens: int, tasks: int, *, resident: float
     ) -> float:
         """As `peak_tokens`, on average and over all that is to come, whatever pausing costs."""
         mean, variance = self._forecast(kind, group, context_tokens, tasks, resident)
-        return peak(mean, variance, 0.0) + self._charges.prompt_tokens
+        return peak(mean, variance, 0.0) + self._charges.expected_prompt_tokens(resident)
 
     def _forecast(
         self, kind: str, group: Hashable, context_tokens: int, tasks: int, resident: float

@@ -99,18 +99,40 @@ class Charges:
         """Charged for turns that run, without their groups' prompts."""
         self._groups: dict[Hashable, GroupPrompt] = {}
         self._prompts = Prompts()
-        self._all, self._running = Sum(), Sum()
+        self._members = 0  # of all of them
+        self._all, self._running, self._stays = Sum(), Sum(), Sum()
 
     @property
     def used_tokens(self) -> int:
         return self._all.tokens
 
+    def expected_prompt_tokens(self, resident: float) -> float:
+        """What groups in flight share and hold, when each task holds KV with the chance `resident`, independently, and
+        all groups are as large. What these have in common is held when anybody holds KV."""
+        if resident >= 1.0 or not self._groups:
+            return float(self.prompt_tokens)
+        nobody = 1.0 - max(0.0, resident)
+        common_tokens = sum(tokens for _, tokens in self._prompts.groups)
+        parts_tokens = self.prompt_tokens - common_tokens
+        members = self._members / len(self._groups)
+        return parts_tokens * (1.0 - nobody**members) + common_tokens * (1.0 - nobody**self._members)
+
+    def part_tokens(self, first_tokens: float) -> float:
+        """Of a first context, what one member more charges on average, with its part in the group's prompt."""
+        if not self._groups:
+            return first_tokens
+        again = sum((groups - 1) * tokens for (_, tokens), groups in self._prompts.groups.items())
+        shared_tokens = (self.prompt_tokens + again) / len(self._groups)
+        return max(1.0, first_tokens - shared_tokens) + self.prompt_tokens / self._members
+
     def enter(self, resident: Resident) -> None:
         """It is in flight here, and holds nothing."""
+        self._members += 1
         self._groups.setdefault(resident.group, GroupPrompt()).members[resident.key] = resident
 
     def leave(self, resident: Resident) -> None:
         self.charge(resident, 0)
+        self._members -= 1
         group = self._groups[resident.group]
         del group.members[resident.key]
         if not group.members:
@@ -153,17 +175,15 @@ class Charges:
                 tokens -= common[1]
         return self.own_tokens(group, tokens)
 
-    def missing(self, resident: Resident, tokens: int, *, beside_running: bool = False) -> int:
-        """Positions that the pool lacks for the task to have `tokens`; 0 or less: none. `beside_running`: when nobody
-        else holds any but those that run."""
+    def missing(self, resident: Resident, tokens: int, *, without_due: bool = False) -> int:
+        """Positions that the pool lacks for the task to have `tokens`; 0 or less: none. `without_due`: when everything
+        has gone that is due, and with the last holder of a group its prompt."""
         prompt, block = self._groups[resident.group], self.block_tokens
         shared = prompt.shared_tokens
         own = tokens - shared if tokens > shared else 1
         needed = -(-own // block) * block - self.budget_tokens  # `_blocks`: this is asked most often of all
-        held = self._all
-        if beside_running:
-            held = self._running
-        else:
+        held = self._stays if without_due else self._all
+        if not (without_due and resident.charged_due):
             needed -= resident.charged_tokens
         return held.tokens + needed + (0 if resident.group in held.holders else held.prompts.more_tokens(prompt))
 
@@ -197,6 +217,8 @@ class Charges:
         charged = self._blocks(max(1, tokens - prompt.shared_tokens)) if tokens else 0
         before, ran = resident.charged_tokens, resident.charged_tokens if resident.charged_running else 0
         self._all.change(resident.group, prompt, before, charged)
+        if not resident.charged_due:
+            self._stays.change(resident.group, prompt, before, charged)
         runs = charged if running else 0
         if runs != ran:
             self._running.change(resident.group, prompt, ran, runs)
@@ -206,6 +228,15 @@ class Charges:
             self.common.computed(resident, tokens > 0)
         if self._all.tokens < 0:
             raise InvariantViolation(f"{self._all.tokens} tokens used", where="task pool, I4")
+
+    def due(self, resident: Resident, is_due: bool) -> None:
+        """Whether what it holds may leave."""
+        if resident.charged_due == is_due:
+            return
+        prompt, charged = self._groups[resident.group], resident.charged_tokens
+        before, after = (charged, 0) if is_due else (0, charged)
+        self._stays.change(resident.group, prompt, before, after)
+        resident.charged_due = is_due
 
     def _common(self, kind: str, tokens: int) -> Common:
         """Of so many positions of one of the kind."""

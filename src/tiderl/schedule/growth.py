@@ -144,15 +144,13 @@ class TaskGrowth:
         """Room for what a turn will sample: half of the quantile of what turns did, all it may before enough did.
 
         Turns that run together are at different places: on average each has said half of what it will. `cheap`: a turn
-        that gives way comes back soon, so room is left for what turns have said on average at any moment, which is
-        E[s²] / 2E[s] for one that says s tokens: longer ones run for longer (the renewal paradox).
+        that gives way comes back soon, so half of the mean will do.
         """
         if self._said_turns < FIRST_TURNS:
             return max_new_tokens
         if self._said_turns - self._reserves_at >= SAID_REFRESH:
             said, self._reserves_at = self._said, self._said_turns
-            spread = said.variance / said.mean if said.mean else 0.0
-            self._reserves = (math.ceil(said.quantile(SAID_QUANTILE) / 2.0), math.ceil((said.mean + spread) / 2.0))
+            self._reserves = (math.ceil(said.quantile(SAID_QUANTILE) / 2.0), math.ceil(said.mean / 2.0))
         return min(max_new_tokens, self._reserves[cheap])
 
     @property

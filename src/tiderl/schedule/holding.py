@@ -38,7 +38,6 @@ class Holding:
 
     def __init__(self, charges: Charges, rank: Rank) -> None:
         self._charges = charges
-        self._due_tokens = 0  # charged to tasks whose KV is due, without their groups' prompts
         # By kind, oldest wait first: not due yet; and as these, whether it has gone meanwhile or not.
         self._held: defaultdict[str, OrderedDict[TaskKey, Resident]] = defaultdict(OrderedDict)
         self._worth: defaultdict[str, OrderedDict[TaskKey, Resident]] = defaultdict(OrderedDict)
@@ -74,7 +73,7 @@ class Holding:
     def _take_out(self, resident: Resident) -> None:
         if resident in self._due:
             self._due.discard(resident)
-            self._due_tokens -= resident.charged_tokens
+            self._charges.due(resident, False)
         elif self._ready.pop(resident.key, None) is None:
             self._held[resident.kind].pop(resident.key, None)
 
@@ -89,12 +88,9 @@ class Holding:
         `hold_s`: only what has been held for longer may leave; None: everything that does not run.
         """
         self._find_due(now_s, price, hold_s)
-        missing = self._charges.missing(resident, resident.wanted_tokens)
-        mine = resident.charged_tokens if resident in self._due else 0
-        if self._due_tokens - mine < missing and (
-            hold_s is not None or self._charges.missing(resident, resident.wanted_tokens, beside_running=True) > 0
-        ):
+        if self._charges.missing(resident, resident.wanted_tokens, without_due=True) > 0:
             return []
+        missing = self._charges.missing(resident, resident.wanted_tokens)
         departures = []
         while missing > 0:
             victim = self._due.first(now_s, but=resident)
@@ -135,7 +131,7 @@ class Holding:
 
     def _let_go(self, resident: Resident, now_s: float, price: Price) -> None:
         resident.price = price
-        self._due_tokens += resident.charged_tokens
+        self._charges.due(resident, True)
         self._due.add(resident, now_s)
 
     def _forget(self, resident: Resident) -> None:

@@ -71,6 +71,8 @@ class TaskPool:
         self.active = 0
         self.unbegun = 0
         """Tasks admitted before whose first turn could run."""
+        self.late = 0
+        """Of these, those whose environments begin so slowly that others take turns meanwhile."""
         self.waiting = 0
         """Tasks whose environment works."""
         self.open = True
@@ -126,14 +128,38 @@ class TaskPool:
         """Whether so many more tasks with first contexts of this size can be admitted, of a group that may be here.
         While others wait, only what fills a gap. Never when as many turns as `BATCHES` run are in the engine already:
         then more tasks would only wait there, with longer contexts. Always one where no turn runs or is about to."""
-        if self.max_batch and self.active + self.unbegun >= BATCHES * self.max_batch:
+        if self.begins_late(kind):
+            return self._replaces(kind, tokens, now_s, tasks)
+        soon = self.unbegun - self.late
+        if self.max_batch and self.active + soon >= BATCHES * self.max_batch:
             return False
         if self._ready:
             return tasks == 1 and self._fills_a_gap(kind, math.ceil(tokens), now_s, group)
-        if not self.active and not self.unbegun and tasks == 1:
+        if not self.active and not soon and tasks == 1:
             return True
         first, resident = math.ceil(tokens), self._resident(now_s)
         return self._bookings.peak_tokens(kind, group, first, tasks, resident=resident) <= self.budget_tokens
+
+    def begins_late(self, kind: str) -> bool:
+        """Whether environments of this kind take longer to begin than a turn runs: what the pool holds at admission
+        says little about the first turn."""
+        known = self.kinds.get(kind)
+        return known is not None and self.rates.known and known.resets.mean_s > self.rates.active_s
+
+    def _replaces(self, kind: str, tokens: float, now_s: float, tasks: int) -> bool:
+        """Whether so many more that begin late will only take the place of those that end meanwhile. In the long run
+        tasks that have begun are to those that have not as the seconds that both take (Little, 1961): as many may be
+        beginning as stand for what the pool and the engine can hold. Not while those that wait for room are more than
+        are looked at for a place."""
+        if len(self._ready) >= CANDIDATES:
+            return False
+        known, active_s = self.kinds[kind], self.rates.active_s
+        turn_s, turns = active_s + known.waits.mean_s, 1.0 + float(known.growth.tables().left_turns[0])
+        there = (self.late + tasks) * turns * turn_s / known.resets.mean_s
+        if self.max_batch and there * active_s / turn_s > BATCHES * self.max_batch:
+            return False
+        grown_tokens = self._charges.part_tokens(tokens) + (turns - 1.0) / 2.0 * known.growth.growth_tokens
+        return there * self._resident(now_s) * grown_tokens <= self.budget_tokens
 
     def _fills_a_gap(self, kind: str, tokens: int, now_s: float, group: Hashable) -> bool:
         """Whether one more may take at once what no task that waits can use; not while room is kept for one that waited
@@ -161,7 +187,7 @@ class TaskPool:
         if not self.rates.known:
             return 1.0
         worth = self._holding.worth_holding(now_s, self._hold_s(self.price()))
-        return 1.0 - (self.waiting - worth) / max(1, len(self))
+        return 1.0 - (self.waiting - worth) / max(1, len(self) - self.late)
 
     def size_of(self, key: TaskKey) -> tuple[str, float]:
         """Kind and context of a task that has begun."""
@@ -202,20 +228,22 @@ class TaskPool:
 
     # ------------------------------------------------------------------ the life of a task
 
-    def admit(self, key: TaskKey, kind: str, group: Hashable, tokens: float, facts: Facts) -> None:
+    def admit(self, key: TaskKey, kind: str, group: Hashable, tokens: float, facts: Facts, now_s: float) -> None:
         """A task is in flight here from now on; `tokens`: the expected context of its first turn."""
-        self._enter(Resident(key, kind, group, facts), round(tokens))
+        resident = Resident(key, kind, group, facts, late=self.begins_late(kind), since_s=now_s)
+        self._enter(resident, round(tokens))
         self.unbegun += 1
+        self.late += resident.late
 
     def ask(self, key: TaskKey, context_tokens: int, max_new_tokens: int, now_s: float) -> Verdict:
         """The task's next turn, or the rest of one that was interrupted, could run now. If it is not among those that
         `go`, it waits. Raises `RequestTooLarge` for a turn that this pool can never hold."""
-        self._spent(now_s)
         resident = self._tasks[key]
         self._charges.refuse(resident, context_tokens + max_new_tokens)
         if resident.state not in ("admitted", "waiting"):
             raise InvariantViolation(f"{key} asks for a turn and is {resident.state}", where="task pool")
-        self.unbegun -= resident.state == "admitted"
+        self._begins(resident)
+        self._spent(now_s)
         self.waiting -= resident.state == "waiting"
         kind = self.kinds[resident.kind]
         if not resident.interrupted:
@@ -267,14 +295,20 @@ class TaskPool:
         resident = self._tasks.pop(key)
         if finished and resident.turns:
             self.kinds[resident.kind].growth.ended(resident.turns)
+        self._begins(resident)
         self._bookings.unbook(resident)
         self.active -= resident.state == "active"
-        self.unbegun -= resident.state == "admitted"
         self.waiting -= resident.state == "waiting"
         self._ready.discard(resident)
         self._holding.release(resident)
         self._charges.common.ends(resident, None)
         self._charges.leave(resident)
+
+    def _begins(self, resident: Resident) -> None:
+        """It is not about to begin any more, if it was."""
+        self.unbegun -= resident.state == "admitted"
+        self.late -= resident.late
+        resident.late = False
 
     def transfer(self, key: TaskKey, other: TaskPool, now_s: float) -> Verdict:
         """A task that waits for room goes to another replica, without its KV; the verdict is of that one."""
@@ -355,7 +389,7 @@ class TaskPool:
         the new price."""
         self.rates.spent(now_s, running=self.active)
         self._holding.look(now_s, queued=len(self._ready) > 0)
-        self._mean_tokens = self._bookings.own_tokens / len(self)
+        self._mean_tokens = self._bookings.own_tokens / max(1, len(self) - self.late)
 
     def _enter(self, resident: Resident, tokens: int) -> None:
         if resident.key in self._tasks:
@@ -364,4 +398,5 @@ class TaskPool:
         self._charges.enter(resident)
         if resident.first_tokens:
             self._bookings.learn(resident)
-        self._bookings.book(resident, tokens)
+        if not resident.late:
+            self._bookings.book(resident, tokens)

@@ -24,6 +24,8 @@ class Kind:
 
     growth: TaskGrowth
     waits: Waits = field(default_factory=Waits)
+    resets: Waits = field(default_factory=Waits)
+    """From admission to the first turn."""
 
     def begins(self, resident: Resident, context_tokens: int, now_s: float) -> None:
         """One of its tasks asks for another turn, not for the rest of one."""
@@ -31,6 +33,7 @@ class Kind:
             self.growth.went_on(resident.turns, context_tokens - resident.asked_tokens)
             self.waits.observe(now_s - resident.since_s)
         else:
+            self.resets.observe(now_s - resident.since_s)
             self.growth.started(context_tokens)
             resident.first_tokens = context_tokens
         resident.asked_tokens = context_tokens
@@ -67,12 +70,16 @@ class Resident:
     """For a turn that runs."""
     computed: bool = False
     """It has KV of a turn that has ended."""
+    charged_due: bool = False
+    """It may leave."""
+    late: bool = False
+    """Its environment begins so slowly that others take turns meanwhile."""
     booked_tokens: int = 0
     booked_step: int = 0
-    """How the forecast counts it."""
+    """How the forecast counts it; 0 tokens: not at all."""
 
     since_s: float = 0.0
-    """When its last turn ended: since then it holds what it holds."""
+    """When its last turn ended: since then it holds what it holds. Before the first: when it was admitted."""
     ready_s: float = 0.0
     """Since when its next turn could run."""
     held_tokens: int = 0
