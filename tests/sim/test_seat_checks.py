@@ -332,6 +332,17 @@ def test_a_prompt_in_common_counts_once() -> None:
         assert (d.findings.violations == []) is fits
 
 
+@pytest.mark.parametrize(("common_tokens", "fits"), [(9, False), (10, True), (99, True)])
+def test_what_groups_may_have_in_common_counts_once(common_tokens: int, fits: bool) -> None:
+    """Two prompts of 55 tokens, 10 of which may be the same: 100 of 100."""
+    d = Driver(shares_prompts=True)
+    d.book.replicas[0].common_tokens = common_tokens
+    for prompt in range(2):
+        turn = Turn(TaskKey("train", prompt, 0), 0, np.zeros(55, np.int32), Sampling(1.0, 5, ()), remaining_tokens=9)
+        d.book.asks(0, turn, 0.0)
+    assert (d.findings.violations == []) is fits
+
+
 # --- broken runtimes
 
 

@@ -59,7 +59,7 @@ class World:
             engines,
             replace(RULES, max_turns=max_turns),
             self.events.append,
-            changed=lambda: None,
+            changed=lambda replica: None,
             moved=lambda key, replica, to: None,
             began=lambda key: None,
         )

@@ -56,7 +56,7 @@ class World:
             engines,
             RULES,
             self.events.append,
-            changed=lambda: None,
+            changed=lambda replica: None,
             moved=lambda key, replica, to: None,
             began=lambda key: None,
         )

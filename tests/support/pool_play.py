@@ -60,6 +60,14 @@ class Setting:
 RULES = (
     ("ask",) * 9 + ("turn ends",) * 7 + ("admit",) * 5 + ("time passes",) * 4 + ("leave", "transfer", "void", "open")
 )
+COMINGS_AND_GOINGS = (
+    ("ask",) * 10
+    + ("turn ends",) * 8
+    + ("admit",) * 5
+    + ("leave",) * 3
+    + ("time passes", "time passes", "transfer", "void")
+)
+"""Rules under which many groups open: in a pool with room for them, what they have in common is learned."""
 
 
 @dataclass
@@ -105,7 +113,7 @@ class Play:
 
     def admit(self, number: int, tokens: int) -> None:
         self.tasks += 1
-        key = TaskKey("eval" if number % 9 == 0 else "train", number % 3, self.tasks)
+        key = TaskKey("eval" if number % 9 == 0 else "train", number % 3 + self.tasks // 4, self.tasks)
         facts = TaskFacts(evaluation=key.split == "eval", group_done_fraction=number % 5 / 4)
         task = SlowTask(key, (key.split, key.prompt_id), priority(facts), number % 2)
         self.slow.tasks[key] = task
@@ -137,8 +145,14 @@ class Play:
         if task is None:
             return
         context, interrupted = min(CONTEXT, task.context + said), number % 6 == 5
-        self.pools[task.pool].ended(task.key, context, context - task.context, self.now_s, interrupted=interrupted)
-        self.slow.ended(task, context, interrupted=interrupted)
+        new, cached = context - task.context, (12, 14, 17, said)[number % 4]
+        pool = self.pools[task.pool]
+        pool.ended(task.key, context, new, self.now_s, interrupted=interrupted, cached_tokens=cached)
+        self.slow.ended(task, context, interrupted=interrupted, cached=cached)
+        groups = Counter(
+            self.slow.commons.get((task.pool, group)) for group in {t.group for t in self.slow.of(task.pool)}
+        )
+        self.saw["common"] += any(tokens and groups[tokens] > 1 for tokens in groups)
         self.saw["outgrown"] += self.slow.used(task.pool) > self.setting.budget
         self.pump(task.pool)
 

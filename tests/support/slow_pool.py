@@ -6,8 +6,10 @@ The oracle of `tests/unit/test_task_pool.py`: it follows the events and the verd
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tiderl.data.records import TaskKey
 from tiderl.schedule.pool import TaskPool, Verdict
@@ -15,6 +17,20 @@ from tiderl.schedule.priority import Key
 
 CANDIDATES = 8
 """Of those that wait, so many are tried when the first does not fit."""
+AGREE = 4
+"""What the last so many groups found tells what is common."""
+
+
+class Fact(NamedTuple):
+    """What a pool was told that tells something of what its groups have in common."""
+
+    what: str
+    """A first turn `starts`; a turn `ends`, or its task does; a `group` is over; all KV is `void`."""
+    group: Hashable = None
+    key: TaskKey | None = None
+    cached: int | None = None
+    others: bool = False
+    """KV of other groups was there."""
 
 
 @dataclass
@@ -32,6 +48,8 @@ class SlowTask:
     arrival: int = 0
     turns: int = 0
     interrupted: bool = False
+    computed: bool = False
+    """It holds what a turn has left."""
 
 
 @dataclass
@@ -44,6 +62,9 @@ class SlowPools:
     patience_s: float
     tasks: dict[TaskKey, SlowTask] = field(default_factory=dict)
     firsts: dict[tuple[int, Hashable], int] = field(default_factory=dict)
+    commons: dict[tuple[int, Hashable], int] = field(default_factory=dict)
+    """Of what a group begins with, what it has in common with others, as was known when it began."""
+    facts: dict[int, list[Fact]] = field(default_factory=lambda: defaultdict(list))
     arrivals: int = 0
 
     def of(self, pool: int, *states: str) -> list[SlowTask]:
@@ -62,8 +83,46 @@ class SlowPools:
 
     def held(self, pool: int, holders: list[SlowTask]) -> int:
         """By these: their own parts, and the prompt of each of their groups."""
-        own = sum(self.own(pool, t.group, t.held) for t in holders)
-        return own + sum(self.shared(pool, group) for group in {t.group for t in holders})
+        return sum(self.own(pool, t.group, t.held) for t in holders) + self.prompts(pool, holders)
+
+    def prompts(self, pool: int, tasks: list[SlowTask]) -> int:
+        """Of their groups: what each has for itself, and once for each kind whatever length is common."""
+        groups = {t.group for t in tasks}
+        alone = sum(self.shared(pool, group) - self.commons.get((pool, group), 0) for group in groups)
+        return alone + sum(tokens for _, tokens in {(t.key.split, self.commons.get((pool, t.group), 0)) for t in tasks})
+
+    def learned(self, pool: int, kind: str) -> int:
+        """What groups of a kind have in common, from all that the pool was ever told."""
+        facts, found = self.facts[pool], []
+        for at, fact in enumerate(facts):
+            before = [past for past in facts[:at] if past.group == fact.group and past.what in ("starts", "group")]
+            opens = fact.what == "starts" and (not before or before[-1].what == "group")
+            if opens and fact.others and fact.key is not None and fact.key.split == kind:
+                found.append(self.finds(facts[at:]))
+        last = sorted(told for told in found if told is not None)[-AGREE:]
+        return min(tokens for _, tokens in last) if len(last) == AGREE else 0
+
+    def finds(self, facts: list[Fact]) -> tuple[int, int] | None:
+        """How many facts are left when all first turns have ended that started before one of them did, and the least
+        that was there for them; None: not known."""
+        group, started, ended = facts[0].group, set[TaskKey | None](), dict[TaskKey | None, int]()
+        for at, fact in enumerate(facts):
+            if fact.what == "starts" and fact.group == group and not ended:
+                started.add(fact.key)
+            elif fact.what == "void" or (fact.what == "ends" and fact.key in started - set(ended)):
+                if fact.cached is None:
+                    return None
+                ended[fact.key] = fact.cached
+                if ended.keys() == started:
+                    return (at - len(facts), min(ended.values()))
+        return None
+
+    def begins(self, pool: int, task: SlowTask) -> None:
+        """Its first context is known there."""
+        if (pool, task.group) not in self.firsts:
+            self.firsts[pool, task.group] = task.first
+            known = self.learned(pool, task.key.split) // self.block * self.block
+            self.commons[pool, task.group] = min(known, self.shared(pool, task.group))
 
     def used(self, pool: int) -> int:
         return self.held(pool, [t for t in self.of(pool) if t.held])
@@ -81,32 +140,40 @@ class SlowPools:
     def asked(self, task: SlowTask, context: int, wanted: int, now_s: float) -> None:
         if task.state == "admitted":
             task.first = context
-            self.firsts.setdefault((task.pool, task.group), context)
+            self.begins(task.pool, task)
         self.arrivals += 1
         task.state, task.context, task.wanted, task.ready_s = "ready", context, wanted, now_s
         task.arrival = self.arrivals
 
-    def ended(self, task: SlowTask, context: int, *, interrupted: bool) -> None:
+    def ended(self, task: SlowTask, context: int, *, interrupted: bool, cached: int | None) -> None:
         assert task.state == "active"
+        self.facts[task.pool].append(Fact("ends", task.group, task.key, None if interrupted else cached))
+        task.computed = True
         task.state, task.context, task.held, task.interrupted = "waiting", context, context, interrupted
         task.turns += not interrupted
 
     def left(self, task: SlowTask) -> None:
         del self.tasks[task.key]
+        self.facts[task.pool].append(Fact("ends", task.group, task.key))
         if not any(t.group == task.group for t in self.of(task.pool)):
             self.firsts.pop((task.pool, task.group), None)
+            self.commons.pop((task.pool, task.group), None)
+            self.facts[task.pool].append(Fact("group", task.group))
 
     def moved(self, task: SlowTask, pool: int) -> None:
         self.left(task)
-        task.pool, task.held = pool, 0
+        task.pool, task.held, task.computed = pool, 0, False
         self.tasks[task.key] = task
-        self.firsts.setdefault((pool, task.group), task.first)
+        self.begins(pool, task)
         self.arrivals += 1
         task.arrival = self.arrivals
 
     def voided(self, pool: int) -> None:
-        for task in self.of(pool, "admitted", "waiting", "ready"):
-            task.held = 0
+        self.facts[pool].append(Fact("void"))
+        for task in self.of(pool):
+            task.computed = False
+            if task.state != "active":
+                task.held = 0
 
     # ------------------------------------------------------------------ verdicts
 
@@ -118,12 +185,15 @@ class SlowPools:
             assert task.pool == pool and task.state in ("waiting", "ready"), f"{task} runs, and its KV leaves"
             assert task.held, f"{task} holds nothing that could leave"
             assert departure.ready == (task.state == "ready")
-            task.held = 0
+            task.held, task.computed = 0, False
         gave_back = {key for key in verdict.go if self.tasks[key].wanted < self.tasks[key].held}
         for key in verdict.go:
             task = self.tasks[key]
             assert task.pool == pool and task.state == "ready", f"{task} did not wait"
             task.state, task.held = "active", task.wanted
+            if not task.turns and not task.interrupted:
+                others = [t for t in self.of(pool) if t.computed and t.key.split == key.split and t.group != task.group]
+                self.facts[pool].append(Fact("starts", task.group, key, others=bool(others)))
         assert len(set(verdict.go)) == len(verdict.go)
         if verdict.go:
             assert self.pools[pool].open
@@ -147,6 +217,7 @@ class SlowPools:
         """What holds after every pump."""
         real, ready = self.pools[pool], self.of(pool, "ready")
         assert real.used_tokens == self.used(pool), f"{real.used_tokens} tokens are charged, not {self.used(pool)}"
+        assert real._charges.prompt_tokens == self.prompts(pool, self.of(pool)), "prompts in flight"
         counts = (len(real), real.active, real.waiting, real.unbegun)
         states = [self.of(pool), *(self.of(pool, state) for state in ("active", "waiting", "admitted"))]
         assert counts == tuple(map(len, states)), f"{counts} tasks are counted"

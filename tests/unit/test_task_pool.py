@@ -8,9 +8,10 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pool_play import CONTEXT, RULES, Setting, play
+from support.pool_play import COMINGS_AND_GOINGS, CONTEXT, RULES, Setting, play
 
 from tiderl.data.records import TaskKey
+from tiderl.schedule.common import Opening
 from tiderl.schedule.pool import TaskPool
 from tiderl.schedule.priority import Key
 from tiderl.schedule.residents import Resident
@@ -49,6 +50,49 @@ class NeverCredits(TaskPool):
         super().leave(key, finished=finished)
         self._charges._all.tokens += charged_tokens
         self._charges._stays.tokens += charged_tokens
+
+
+class LearnsNothing(TaskPool):
+    def __init__(self, *arguments: object, **others: object) -> None:
+        super().__init__(*arguments, **others)  # type: ignore[arg-type]
+        self._charges.common.tokens = lambda kind: 0  # type: ignore[method-assign]
+
+
+class BelievesAll(TaskPool):
+    """Learns also from groups that began where nothing was to be found."""
+
+    def __init__(self, *arguments: object, **others: object) -> None:
+        super().__init__(*arguments, **others)  # type: ignore[arg-type]
+        common = self._charges.common
+        starts = common.starts
+
+        def started(resident: Resident) -> None:
+            if common._openings.setdefault(resident.group, Opening()) is not None:
+                starts(resident)
+
+        common.starts = started  # type: ignore[method-assign]
+
+
+class AsksOneOnly(TaskPool):
+    """Of a group only who was let go first."""
+
+    def __init__(self, *arguments: object, **others: object) -> None:
+        super().__init__(*arguments, **others)  # type: ignore[arg-type]
+        common = self._charges.common
+        starts = common.starts
+
+        def started(resident: Resident) -> None:
+            if resident.group not in common._openings:
+                starts(resident)
+
+        common.starts = started  # type: ignore[method-assign]
+
+
+class TakesTheMost(TaskPool):
+    def __init__(self, *arguments: object, **others: object) -> None:
+        super().__init__(*arguments, **others)  # type: ignore[arg-type]
+        common = self._charges.common
+        common.tokens = lambda kind: max(common._found[kind], default=0)  # type: ignore[method-assign]
 
 
 class WithoutPatience(TaskPool):
@@ -121,3 +165,25 @@ def test_random_events_get_to_every_situation() -> None:
         setting = Setting(128, 4, True, 0.3, 1e-3, None)
         saw += play(setting, [(dice.choice(RULES), dice.randint(0, 999), dice.randint(1, 40)) for _ in range(120)])
     assert min(saw[what] for what in ("went", "waits", "left", "left while ready", "aged", "outgrown", "moved")) > 20
+
+
+def _many_groups(seed: int, make: type[TaskPool] = TaskPool) -> Counter[str]:
+    dice = random.Random(seed)
+    setting = Setting(400, dice.choice([1, 4]), True, 0.3, 1e-3, None)
+    events = [(dice.choice(COMINGS_AND_GOINGS), dice.randint(0, 999), dice.randint(1, 40)) for _ in range(300)]
+    return play(setting, events, make)
+
+
+def test_what_groups_have_in_common_is_charged_as_slow_books_say() -> None:
+    saw = sum((_many_groups(seed) for seed in range(60)), Counter[str]())
+    assert min(saw[what] for what in ("common", "left", "aged", "moved")) > 50, saw
+
+
+@pytest.mark.parametrize("mutant", [LearnsNothing, BelievesAll, AsksOneOnly, TakesTheMost])
+def test_a_pool_that_learns_otherwise_is_found(mutant: type[TaskPool]) -> None:
+    for seed in range(60):
+        try:
+            _many_groups(seed, mutant)
+        except AssertionError:
+            return
+    pytest.fail("not found")

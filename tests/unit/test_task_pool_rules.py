@@ -62,6 +62,124 @@ def test_what_a_group_begins_with_is_charged_once_on_each_replica() -> None:
     assert [pool.used_tokens for pool in pools] == [0, 40 + 2 * 8]
 
 
+def opened(pool: TaskPool, number: int, cached: int, *, first: int = 42) -> None:
+    """A group's only member so far has done its first turn, `cached` tokens of which were there. It says 2."""
+    admitted(pool, train(0, number))
+    assert pool.ask(train(0, number), first, 2, 0.0).go == (train(0, number),)
+    pool.ended(train(0, number), first + 2, 2, 0.0, cached_tokens=cached)
+
+
+def test_what_groups_have_in_common_is_charged_once_when_four_have_found_it() -> None:
+    """Of 42 tokens 40 are whole blocks without the last; 20 of them are common. Beside them 4 positions, one block."""
+    pool = pool_of(1000, block_tokens=4, shares_prompts=True)
+    opened(pool, 0, 0)  # nothing was there
+    for number in range(1, 5):
+        opened(pool, number, 22)
+    assert pool.used_tokens == 5 * (40 + 4), "each charged as when it began"
+    for number in range(5, 8):
+        opened(pool, number, 22)
+    assert pool.used_tokens == 5 * (40 + 4) + 20 + 3 * (20 + 4)
+    assert pool.booked_tokens == pool.used_tokens
+    admitted(pool, train(1, 7))
+    assert pool.ask(train(1, 7), 42, 2, 0.0).go == (train(1, 7),)
+    assert pool.used_tokens == 5 * (40 + 4) + 20 + 3 * (20 + 4) + 4
+    for number in (5, 6, 7):
+        pool.leave(train(0, number), finished=True)
+    assert pool.used_tokens == 5 * 44 + 20 + 24, "one of the last group is left"
+    pool.leave(train(1, 7), finished=True)
+    assert pool.used_tokens == 5 * 44
+
+
+def test_an_evaluation_has_nothing_in_common_with_groups_of_training() -> None:
+    pool = pool_of(1000, block_tokens=4, shares_prompts=True)
+    for number in range(6):
+        opened(pool, number, 20)
+    before = pool.used_tokens
+    key = TaskKey("eval", 0, 0)
+    admitted(pool, key)
+    assert pool.ask(key, 42, 2, 0.0).go == (key,)
+    assert pool.used_tokens == before + 40 + 4
+
+
+def test_a_shorter_prompt_has_no_more_in_common_than_it_is_long() -> None:
+    """Of 17 tokens 16."""
+    pool = pool_of(1000, block_tokens=4, shares_prompts=True)
+    for number in range(6):
+        opened(pool, number, 20)
+    before = pool.used_tokens
+    opened(pool, 6, 16, first=17)
+    assert pool.used_tokens == before + 16 + 4, "another length is charged beside the first"
+
+
+def test_an_engine_that_shares_nothing_has_nothing_in_common() -> None:
+    pool = pool_of(1000, block_tokens=4)
+    for number in range(8):
+        opened(pool, number, 20)
+    assert pool.used_tokens == 8 * 44
+
+
+@pytest.mark.parametrize(
+    ("found", "common"),
+    [
+        ((20, 20, 20), 0),  # too few
+        ((20, 40, 40, 40), 20),  # three had their own prompts there
+        ((20, 20, 20, 3), 0),  # less than a block
+        ((0, 20, 24, 20, 28), 20),  # what the last four found
+        ((99, 99, 99, 99), 40),  # all that is shared, and no more
+    ],
+)
+def test_common_is_the_least_that_the_last_four_groups_found(found: tuple[int, ...], common: int) -> None:
+    pool = pool_of(1000, block_tokens=4, shares_prompts=True)
+    opened(pool, 0, 0)
+    for number, cached in enumerate(found, start=1):
+        opened(pool, number, cached)
+    used = []
+    for number in (50, 51):
+        used.append(pool.used_tokens)
+        opened(pool, number, common)
+    assert (used[1] - used[0], pool.used_tokens - used[1]) == (44, 44 - common)
+
+
+def test_members_that_begin_together_tell_what_the_first_of_them_found() -> None:
+    """Three begin, and nobody knows in which order the engine took them; a fourth begins when one has ended."""
+    pool = pool_of(1000, block_tokens=4, shares_prompts=True)
+    opened(pool, 0, 0)
+    for number in (1, 2, 3):
+        opened(pool, number, 20)
+    common = pool._charges.common
+    members = [train(member, 9) for member in range(4)]
+    admitted(pool, *members)
+    for member in members[:3]:
+        pool.ask(member, 42, 2, 0.0)
+    pool.ended(members[0], 44, 2, 0.0, cached_tokens=40)
+    pool.ask(members[3], 42, 2, 0.0)
+    pool.ended(members[3], 44, 2, 0.0, cached_tokens=4)
+    pool.ended(members[1], 44, 2, 0.0, cached_tokens=12)
+    assert common.tokens("train:web") == 0, "one runs"
+    pool.ended(members[2], 44, 2, 0.0, cached_tokens=40)
+    assert common.tokens("train:web") == 12
+
+
+@pytest.mark.parametrize("what", ["fails", "is interrupted", "loses its KV"])
+def test_a_group_whose_beginning_is_disturbed_tells_nothing(what: str) -> None:
+    pool = pool_of(1000, block_tokens=4, shares_prompts=True)
+    opened(pool, 0, 0)
+    for number in (1, 2, 3):
+        opened(pool, number, 20)
+    members = [train(member, 9) for member in range(2)]
+    admitted(pool, *members)
+    for member in members:
+        pool.ask(member, 42, 2, 0.0)
+    if what == "fails":
+        pool.leave(members[0], finished=False)
+    elif what == "loses its KV":
+        pool.void()
+    else:
+        pool.ended(members[0], 43, 1, 0.0, interrupted=True, cached_tokens=20)
+    pool.ended(members[1], 44, 2, 0.0, cached_tokens=40)
+    assert pool._charges.common.tokens("train:web") == 0
+
+
 def test_with_the_last_holder_of_a_group_its_prompt_makes_room_too() -> None:
     pool = pool_of(96, block_tokens=4, shares_prompts=True)
     admitted(pool, train(0), train(1), train(0, group=1), train(0, group=2))
@@ -77,16 +195,32 @@ def test_with_the_last_holder_of_a_group_its_prompt_makes_room_too() -> None:
     assert pool.used_tokens == 8 + 4 + 40 + 8
 
 
-def test_prompts_are_expected_to_be_held_as_often_as_any_member_holds_kv() -> None:
-    charges = Charges(1000, block_tokens=1, shares_prompts=True)
+def two_groups(charges: Charges) -> None:
+    """Of one and of three members, with prompts of which 100 tokens are shared."""
     for group, members in ((0, 1), (1, 3)):
         for member in range(members):
-            charges.enter(Resident(train(member, group), "train:web", group, of_kind))
-        charges.learn(group, 101)
+            resident = Resident(train(member, group), "train:web", group, of_kind, first_tokens=101)
+            charges.enter(resident)
+        charges.learn(resident)
+
+
+def test_prompts_are_expected_to_be_held_as_often_as_any_member_holds_kv() -> None:
+    charges = Charges(1000, block_tokens=1, shares_prompts=True)
+    two_groups(charges)
     assert charges.prompt_tokens == charges.expected_prompt_tokens(1.0) == 200
     # Two members each on average: with the chance 1 - 3/4 · 3/4 one of them holds KV.
     assert charges.expected_prompt_tokens(0.25) == 200 * 7 / 16
     assert charges.expected_prompt_tokens(0.0) == 0.0
+
+
+def test_what_groups_have_in_common_is_expected_to_be_held_as_often_as_anybody_holds_kv() -> None:
+    charges = Charges(1000, block_tokens=1, shares_prompts=True)
+    charges.common._found["train:web"].extend([80] * 4)
+    two_groups(charges)
+    assert charges.prompt_tokens == charges.expected_prompt_tokens(1.0) == 80 + 2 * 20
+    assert charges.expected_prompt_tokens(0.25) == 40 * 7 / 16 + 80 * (1 - (3 / 4) ** 4)
+    # Of 110 tokens 10 are a member's own, and four members have the prompts' 120 together.
+    assert charges.part_tokens(110.0) == 10 + 120 / 4
 
 
 def test_who_gives_way_is_charged_nothing_and_the_whole_when_it_comes_back() -> None:

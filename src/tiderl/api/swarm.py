@@ -73,12 +73,12 @@ def run_seed(
     resolved = prepare(config, [*overrides, *instance], command="sim")
     world = _world(resolved, size)
     calm_log, log = AccountedLog(), AccountedLog()
-    first = VirtualRun(resolved, calm_log, checks=Checks(virtual_settings(resolved)), make_run=make_run, world=world)
+    first = VirtualRun(resolved, calm_log, checks=_checks(resolved, world), make_run=make_run, world=world)
     undisturbed_s, failure = _run(first, None)
     deadline_s = max(env.deadline_s for env in resolved.config.environments.values())
     plan = draw_plan(seed, undisturbed_s=undisturbed_s, deadline_s=deadline_s, given=given_faults(resolved))
     limit_s = may_take_s(plan, undisturbed_s)
-    second = VirtualRun(resolved, log, Dice(plan), Checks(virtual_settings(resolved)), make_run=make_run, world=world)
+    second = VirtualRun(resolved, log, Dice(plan), _checks(resolved, world), make_run=make_run, world=world)
     done_s = undisturbed_s
     violations = [f"undisturbed: {what}" for what in (*_violations(first, failure), *calm_log.wrong())]
     if not violations:
@@ -100,6 +100,11 @@ def run_seed(
         events=log.hash.events,
         log_sha256=log.hash.sha256,
     )
+
+
+def _checks(resolved: Resolved, world: World) -> Checks:
+    common_tokens = max(workload.system_tokens for workload in world.workloads.values())
+    return Checks(virtual_settings(resolved), common_tokens=common_tokens)
 
 
 class AccountedLog:

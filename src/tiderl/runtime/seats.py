@@ -238,7 +238,14 @@ class TaskSeats:
             )
         if len(result.versions):
             seat.newest_version = int(result.versions[-1])
-        pool.ended(seat.key, context_tokens, len(result.ids), now_s, interrupted=interrupted)
+        pool.ended(
+            seat.key,
+            context_tokens,
+            len(result.ids),
+            now_s,
+            interrupted=interrupted,
+            cached_tokens=result.cached_tokens,
+        )
         self.apply(seat.replica, pool.pump(now_s))
         self._changed(seat.replica)
 

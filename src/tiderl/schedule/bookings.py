@@ -61,13 +61,13 @@ class Bookings:
 
     def learn(self, resident: Resident) -> None:
         """It has begun: where its group's first context is news here, the others' own parts are not what they were."""
-        for member in self._charges.learn(resident.group, resident.first_tokens):
+        for member in self._charges.learn(resident):
             if member is not resident and member.booked_tokens:
                 self.rebook(member, resident.first_tokens)
 
     def book(self, resident: Resident, context_tokens: int) -> None:
         """It has this context, and as many turns done as it says."""
-        tokens = self._charges.own_tokens(resident.group, context_tokens)
+        tokens = self._charges.new_tokens(resident.kind, resident.group, context_tokens)
         population = self._population(resident.kind)
         step = self.kinds[resident.kind].growth.step_of(resident.turns)
         population.add(step, tokens)
@@ -103,7 +103,7 @@ class Bookings:
     def _forecast(
         self, kind: str, group: Hashable, context_tokens: int, tasks: int, resident: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        tokens = self._charges.own_tokens(group, context_tokens)
+        tokens = self._charges.new_tokens(kind, group, context_tokens)
         self._population(kind)
         shares = [self._share(name) for name in self._populations]
         newcomers = np.zeros((len(shares), 3))

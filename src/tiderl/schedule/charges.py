@@ -1,7 +1,8 @@
 """Who holds what of a replica's KV pool, to the token: the only place where it is charged and credited. Keeps I4.
 
 Whole blocks are charged. What the members of a group begin with is charged once, while any of them holds KV, where the
-engine keeps it once. Decides nothing.
+engine keeps it once; and of that, what all groups of a kind begin with is charged once for all of them, as far as it
+was known when the group began. Decides nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ from dataclasses import dataclass, field
 
 from tiderl.data.errors import InvariantViolation, RequestTooLarge
 from tiderl.data.records import TaskKey
+from tiderl.schedule.common import CommonPrompts
 from tiderl.schedule.residents import Resident
+
+Common = tuple[str, int]
+"""Kind of the groups, and positions from the start on. Two lengths that were learned one after the other are charged
+as two: no group's part changes while it is here."""
 
 
 @dataclass
@@ -24,6 +30,38 @@ class GroupPrompt:
     """Context of the first turn here; 0 before any."""
     shared_tokens: int = 0
     """Of it, what the engine keeps once: whole blocks, and never the last token, which is computed to go on."""
+    common: Common | None = None
+    """Of that, what it has in common with other groups; None: nothing that was known when it began."""
+
+    @property
+    def common_tokens(self) -> int:
+        return self.common[1] if self.common is not None else 0
+
+
+@dataclass
+class Prompts:
+    """Of some groups, each once, and once what they have in common."""
+
+    groups: dict[Common, int] = field(default_factory=dict)
+
+    def add(self, prompt: GroupPrompt) -> int:
+        """One more; returns the tokens that it adds."""
+        more_tokens = self.more_tokens(prompt)
+        if prompt.common is not None:
+            self.groups[prompt.common] = self.groups.get(prompt.common, 0) + 1
+        return more_tokens
+
+    def remove(self, prompt: GroupPrompt) -> int:
+        """One less; returns the tokens that go with it."""
+        if prompt.common is not None:
+            self.groups[prompt.common] -= 1
+            if not self.groups[prompt.common]:
+                del self.groups[prompt.common]
+        return self.more_tokens(prompt)
+
+    def more_tokens(self, prompt: GroupPrompt) -> int:
+        """What it would add."""
+        return prompt.shared_tokens - (prompt.common_tokens if prompt.common in self.groups else 0)
 
 
 @dataclass
@@ -31,10 +69,11 @@ class Sum:
     """What some tasks hold together, with the prompts of their groups."""
 
     tokens: int = 0
+    prompts: Prompts = field(default_factory=Prompts)
     holders: dict[Hashable, int] = field(default_factory=dict)
     """By group, those of the tasks that hold anything."""
 
-    def change(self, group: Hashable, prompt_tokens: int, before: int, after: int) -> None:
+    def change(self, group: Hashable, prompt: GroupPrompt, before: int, after: int) -> None:
         """One of them holds `after` tokens beside its group's prompt, and held `before`; 0: nothing."""
         self.tokens += after - before
         if bool(before) == bool(after):
@@ -42,10 +81,10 @@ class Sum:
         held = self.holders.get(group, 0)
         self.holders[group] = held + (1 if after else -1)
         if after and not held:
-            self.tokens += prompt_tokens
+            self.tokens += self.prompts.add(prompt)
         elif not self.holders[group]:
             del self.holders[group]
-            self.tokens -= prompt_tokens
+            self.tokens -= self.prompts.remove(prompt)
 
 
 class Charges:
@@ -54,10 +93,12 @@ class Charges:
     def __init__(self, budget_tokens: int, *, block_tokens: int, shares_prompts: bool) -> None:
         self.budget_tokens, self.block_tokens, self.shares_prompts = budget_tokens, block_tokens, shares_prompts
         self.prompt_tokens = 0
-        """What all groups in flight share, whether it is held or not."""
+        """What all groups in flight share, whether it is held or not; what they have in common once."""
+        self.common = CommonPrompts()
         self.running_tokens = 0
         """Charged for turns that run, without their groups' prompts."""
         self._groups: dict[Hashable, GroupPrompt] = {}
+        self._prompts = Prompts()
         self._members = 0  # of all of them
         self._all, self._running, self._stays = Sum(), Sum(), Sum()
 
@@ -67,18 +108,22 @@ class Charges:
 
     def expected_prompt_tokens(self, resident: float) -> float:
         """What groups in flight share and hold, when each task holds KV with the chance `resident`, independently, and
-        all groups are as large."""
+        all groups are as large. What these have in common is held when anybody holds KV."""
         if resident >= 1.0 or not self._groups:
             return float(self.prompt_tokens)
+        nobody = 1.0 - max(0.0, resident)
+        common_tokens = sum(tokens for _, tokens in self._prompts.groups)
+        parts_tokens = self.prompt_tokens - common_tokens
         members = self._members / len(self._groups)
-        return self.prompt_tokens * (1.0 - (1.0 - max(0.0, resident)) ** members)
+        return parts_tokens * (1.0 - nobody**members) + common_tokens * (1.0 - nobody**self._members)
 
     def part_tokens(self, context_tokens: float) -> float:
         """Of a context, what it charges on average, with its part in the group's prompt."""
         if not self._groups:
             return context_tokens
-        prompt_tokens = self.prompt_tokens / len(self._groups)
-        return max(1.0, context_tokens - prompt_tokens) + self.prompt_tokens / self._members
+        again = sum((groups - 1) * tokens for (_, tokens), groups in self._prompts.groups.items())
+        shared_tokens = (self.prompt_tokens + again) / len(self._groups)
+        return max(1.0, context_tokens - shared_tokens) + self.prompt_tokens / self._members
 
     def enter(self, resident: Resident) -> None:
         """It is in flight here, and holds nothing."""
@@ -91,7 +136,9 @@ class Charges:
         group = self._groups[resident.group]
         del group.members[resident.key]
         if not group.members:
-            self.prompt_tokens -= group.shared_tokens
+            if group.shared_tokens:
+                self.prompt_tokens -= self._prompts.remove(group)
+            self.common.forget(resident.group)
             del self._groups[resident.group]
 
     def first_tokens(self, group: Hashable) -> int:
@@ -99,16 +146,19 @@ class Charges:
         known = self._groups.get(group)
         return known.first_tokens if known is not None else 0
 
-    def learn(self, group: Hashable, first_tokens: int) -> list[Resident]:
-        """A member's first context is known. The members here, if that is news: nobody's own part is what it was."""
-        known = self._groups[group]
+    def learn(self, resident: Resident) -> list[Resident]:
+        """Its first context is known. The group's members here, if that is news: nobody's own part is what it was."""
+        known, first_tokens = self._groups[resident.group], resident.first_tokens
         if known.first_tokens:
             return []
         known.first_tokens = first_tokens
         if not self.shares_prompts:
             return []
-        known.shared_tokens = (first_tokens - 1) // self.block_tokens * self.block_tokens
-        self.prompt_tokens += known.shared_tokens
+        known.shared_tokens = self._whole_blocks(first_tokens - 1)
+        common = self._common(resident.kind, first_tokens - 1)
+        known.common = common if common[1] else None
+        if known.shared_tokens:
+            self.prompt_tokens += self._prompts.add(known)
         return list(known.members.values())
 
     def own_tokens(self, group: Hashable, tokens: int) -> int:
@@ -116,22 +166,32 @@ class Charges:
         known = self._groups.get(group)
         return max(1, tokens - known.shared_tokens) if known is not None else tokens
 
+    def new_tokens(self, kind: str, group: Hashable, tokens: int) -> int:
+        """As `own_tokens`, for a task that has not begun: of a group that nobody has begun here, what its kind has in
+        common counts as there where others in flight have it."""
+        if not self.first_tokens(group):
+            common = self._common(kind, tokens - 1)
+            if common in self._prompts.groups:
+                tokens -= common[1]
+        return self.own_tokens(group, tokens)
+
     def missing(self, resident: Resident, tokens: int, *, without_due: bool = False) -> int:
         """Positions that the pool lacks for the task to have `tokens`; 0 or less: none. `without_due`: when everything
         has gone that is due, and with the last holder of a group its prompt."""
-        shared, block = self._groups[resident.group].shared_tokens, self.block_tokens
+        prompt, block = self._groups[resident.group], self.block_tokens
+        shared = prompt.shared_tokens
         own = tokens - shared if tokens > shared else 1
         needed = -(-own // block) * block - self.budget_tokens  # `_blocks`: this is asked most often of all
         held = self._stays if without_due else self._all
         if not (without_due and resident.charged_due):
             needed -= resident.charged_tokens
-        return held.tokens + needed + (0 if resident.group in held.holders else shared)
+        return held.tokens + needed + (0 if resident.group in held.holders else held.prompts.more_tokens(prompt))
 
     def missing_for(self, group: Hashable, tokens: int) -> int:
         """As `missing`, for one more of a group, which may be here."""
         known = self._groups.get(group)
         shared = known.shared_tokens if known is not None else 0
-        prompt = 0 if group in self._all.holders else shared
+        prompt = 0 if known is None or group in self._all.holders else self._all.prompts.more_tokens(known)
         return self._all.tokens + prompt + self._blocks(max(1, tokens - shared)) - self.budget_tokens
 
     def fits(self, resident: Resident) -> bool:
@@ -153,17 +213,19 @@ class Charges:
     def charge(self, resident: Resident, tokens: int, *, running: bool = False) -> None:
         """From now on it has `tokens` positions, its group's prompt among them; 0: none. Raises `InvariantViolation`
         where more is given back than was taken."""
-        shared = self._groups[resident.group].shared_tokens
-        charged = self._blocks(max(1, tokens - shared)) if tokens else 0
+        prompt = self._groups[resident.group]
+        charged = self._blocks(max(1, tokens - prompt.shared_tokens)) if tokens else 0
         before, ran = resident.charged_tokens, resident.charged_tokens if resident.charged_running else 0
-        self._all.change(resident.group, shared, before, charged)
+        self._all.change(resident.group, prompt, before, charged)
         if not resident.charged_due:
-            self._stays.change(resident.group, shared, before, charged)
+            self._stays.change(resident.group, prompt, before, charged)
         runs = charged if running else 0
         if runs != ran:
-            self._running.change(resident.group, shared, ran, runs)
+            self._running.change(resident.group, prompt, ran, runs)
             self.running_tokens += runs - ran
         resident.charged_tokens, resident.charged_running = charged, running
+        if not running:
+            self.common.computed(resident, tokens > 0)
         if self._all.tokens < 0:
             raise InvariantViolation(f"{self._all.tokens} tokens used", where="task pool, I4")
 
@@ -171,10 +233,17 @@ class Charges:
         """Whether what it holds may leave."""
         if resident.charged_due == is_due:
             return
-        shared, charged = self._groups[resident.group].shared_tokens, resident.charged_tokens
+        prompt, charged = self._groups[resident.group], resident.charged_tokens
         before, after = (charged, 0) if is_due else (0, charged)
-        self._stays.change(resident.group, shared, before, after)
+        self._stays.change(resident.group, prompt, before, after)
         resident.charged_due = is_due
+
+    def _common(self, kind: str, tokens: int) -> Common:
+        """Of so many positions of one of the kind."""
+        return kind, self._whole_blocks(min(tokens, self.common.tokens(kind)))
+
+    def _whole_blocks(self, tokens: int) -> int:
+        return tokens // self.block_tokens * self.block_tokens
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens) * self.block_tokens

@@ -260,10 +260,18 @@ class TaskPool:
         return self.pump(now_s)
 
     def ended(
-        self, key: TaskKey, context_tokens: int, new_tokens: int, now_s: float, *, interrupted: bool = False
+        self,
+        key: TaskKey,
+        context_tokens: int,
+        new_tokens: int,
+        now_s: float,
+        *,
+        interrupted: bool = False,
+        cached_tokens: int | None = None,
     ) -> None:
         """Its turn ended, with `context_tokens` in all: it holds them while its environment works. `interrupted`: there
-        is no such wait, it will ask for the rest of the turn."""
+        is no such wait, it will ask for the rest of the turn. `cached_tokens`: what the engine had of the context when
+        it began; None: it does not say."""
         resident = self._tasks[key]
         if resident.state != "active":
             raise InvariantViolation(f"a turn of {key} ended that did not run", where="task pool")
@@ -272,6 +280,7 @@ class TaskPool:
         self.waiting += 1
         resident.state = "waiting"
         resident.interrupted = interrupted
+        self._charges.common.ends(resident, None if interrupted else cached_tokens)
         resident.said_tokens += new_tokens
         if not interrupted:
             resident.turns += 1
@@ -293,6 +302,7 @@ class TaskPool:
         self.waiting -= resident.state == "waiting"
         self._ready.discard(resident)
         self._holding.release(resident)
+        self._charges.common.ends(resident, None)
         self._charges.leave(resident)
 
     def _begins(self, resident: Resident) -> None:
@@ -316,7 +326,9 @@ class TaskPool:
     def void(self) -> None:
         """All KV but that of running turns is worth nothing, offloaded or not: other weights, or the process is new.
         What was decided about it has no outcome."""
+        self._charges.common.void()
         for resident in self._tasks.values():
+            self._charges.common.computed(resident, False)
             if resident.state != "active":
                 resident.price = None
                 self._holding.drop(resident)
@@ -344,6 +356,9 @@ class TaskPool:
                     self._start(other, go)
             if self.used_tokens >= used_tokens:
                 break  # else a context has become shorter, and the head may fit now
+        for key in go:  # now: whoever leaves has left before
+            if not (resident := self._tasks[key]).turns and not resident.interrupted:
+                self._charges.common.starts(resident)
         return Verdict(tuple(go), tuple(departures))
 
     def _start(self, resident: Resident, go: list[TaskKey]) -> None:

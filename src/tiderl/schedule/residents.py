@@ -68,6 +68,8 @@ class Resident:
     """What it has of the pool beside its part in the group's prompt; 0: it holds nothing."""
     charged_running: bool = False
     """For a turn that runs."""
+    computed: bool = False
+    """It has KV of a turn that has ended."""
     charged_due: bool = False
     """It may leave."""
     late: bool = False

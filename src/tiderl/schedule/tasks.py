@@ -102,7 +102,7 @@ def place(
 ) -> int | None:
     """The least loaded replica that may take the task, lowest number first; None if there is none. `home` is preferred
     while it has no more than `home_lead` tasks more, nor more than `LEAD_SHARE`: turns in a larger batch take longer,
-    and a prompt is computed once. Where memory says how many turns run, a prompt that is there is room for others' KV."""
+    and a prompt is computed once. Where memory says how many turns run, a prompt that is there saves room."""
     eligible = [r for r in replicas if (r.version == min_version if exact else r.version >= min_version)]
     if not eligible:
         return None

@@ -14,6 +14,8 @@ class Replica:
     """Tokens are KV positions, of contexts before their turns."""
 
     capabilities: EngineCapabilities
+    common_tokens: int = 0
+    """Of the prompts, what groups may have in common at most."""
     running: dict[TaskKey, tuple[int, float]] = field(default_factory=dict)
     """Task to the length of its turn's context, and since when it runs."""
     first: dict[TaskKey, int] = field(default_factory=dict)
@@ -38,7 +40,8 @@ class Replica:
         return max(self.longest_s, *(now_s - since_s for _, since_s in self.running.values()), 0.0)
 
     def needed_tokens(self) -> int:
-        """What the running turns hold at least: what the members of a group may have begun with, once."""
+        """What the running turns hold at least: what the members of a group may have begun with, once, and once what
+        all groups may have begun with. Which groups do is not known here, so all of them may."""
         lengths = {task: tokens for task, (tokens, _) in self.running.items()}
         if not self.capabilities.shares_prompts:
             return sum(lengths.values())
@@ -46,4 +49,6 @@ class Replica:
         for task in lengths:
             group = (task.split, task.prompt_id)
             begins[group] = max(begins.get(group, 0), self.first[task])
-        return sum(begins.values()) + sum(tokens - self.first[task] for task, tokens in lengths.items())
+        common = min(self.common_tokens, max(begins.values(), default=0))
+        prompts = common + sum(max(0, tokens - common) for tokens in begins.values())
+        return prompts + sum(tokens - self.first[task] for task, tokens in lengths.items())

@@ -58,10 +58,12 @@ class Wait:
 
 
 class SeatBook:
-    """The waits of one driver. `books`: what each replica's pool says now; none under `lru`."""
+    """The waits of one driver. `books`: what each replica's pool says now; none under `lru`. `common_tokens`: what
+    prompts may have in common at most."""
 
-    def __init__(self, events: EventBook, settings: RunSettings) -> None:
+    def __init__(self, events: EventBook, settings: RunSettings, common_tokens: int = 0) -> None:
         self.events, self.settings, self.findings = events, settings, events.findings
+        self.common_tokens = common_tokens
         self.books: Callable[[], Mapping[int, PoolBook]] = dict
         self.alive: Callable[[], bool] = lambda: True
         """Whether the driver lives: what a dead one does is not among the events."""

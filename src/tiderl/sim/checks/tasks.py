@@ -97,7 +97,7 @@ class WatchedEngine:
     def __init__(self, inner: Engine, book: TaskBook, seats: SeatBook) -> None:
         self._inner, self._book, self._seats = inner, book, seats
         self.replica, self.capabilities = inner.replica, inner.capabilities
-        seats.replicas[self.replica] = Replica(self.capabilities)
+        seats.replicas[self.replica] = Replica(self.capabilities, seats.common_tokens)
         self._known = NOT_LOADED
         """The version whose load was answered last."""
         self._asked = NOT_LOADED

@@ -40,6 +40,8 @@ class Checks:
     settings: RunSettings
     findings: Findings = field(default_factory=Findings)
     saved: dict[str, Lineage] = field(default_factory=dict)
+    common_tokens: int = 0
+    """What the prompts of the run may have in common at most."""
 
     def __post_init__(self) -> None:
         self.journal = JournalBook(self.settings, self.findings)
@@ -59,7 +61,7 @@ class Checks:
         self.events = EventBook(
             self.journal, self.findings, cluster.engine_ranks, [actor.rank for actor in cluster.actors]
         )
-        self.seats = SeatBook(self.events, self.settings)
+        self.seats = SeatBook(self.events, self.settings, self.common_tokens)
         return replace(
             ports,
             cluster=WatchedCluster(cluster, book),
