@@ -128,16 +128,17 @@ class TaskPool:
         """Whether so many more tasks with first contexts of this size can be admitted, of a group that may be here.
         While others wait, only what fills a gap. Never when as many turns as `BATCHES` run are in the engine already:
         then more tasks would only wait there, with longer contexts. Always one where no turn runs or is about to."""
-        if self.begins_late(kind):
-            return (not self.active and not self.unbegun and tasks == 1) or self._replaces(kind, tokens, tasks)
-        soon = self.unbegun - self.late
+        late = self.begins_late(kind)
+        if late and self._replaces(kind, tokens, tasks):
+            return True
+        soon = self.unbegun if late else self.unbegun - self.late
         if self.max_batch and self.active + soon >= BATCHES * self.max_batch:
             return False
         if self._ready:
-            return tasks == 1 and self._fills_a_gap(kind, math.ceil(tokens), now_s, group)
+            return tasks == 1 and not late and self._fills_a_gap(kind, math.ceil(tokens), now_s, group)
         if not self.active and not soon and tasks == 1:
             return True
-        first, resident = math.ceil(tokens), self._resident(now_s)
+        first, resident, tasks = math.ceil(tokens), self._resident(now_s), tasks + self.late * late
         return self._bookings.peak_tokens(kind, group, first, tasks, resident=resident) <= self.budget_tokens
 
     def begins_late(self, kind: str) -> bool:
