@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -96,11 +97,22 @@ def test_impossible_factors_are_refused(value: float) -> None:
         adjusted(Efficiency(), {"train_compute_fraction": value})
 
 
+@pytest.mark.parametrize("name", ["max_batch", "kv_capacity_tokens"])
+@pytest.mark.parametrize("value", [0, 0.5, 1.5, math.inf, math.nan])
+def test_a_limit_is_a_whole_number_of_at_least_1(name: str, value: float) -> None:
+    cost = h100()
+    with pytest.raises(ConfigurationError, match=f"{name} must be a whole number of at least 1, given"):
+        cost.with_constants({name: value})
+    assert getattr(cost.with_constants({name: 2.0}), name) == 2
+    with pytest.raises(ConfigurationError, match="iteration_s must be finite, at least 0, given"):
+        cost.with_constants({"iteration_s": math.inf})
+
+
 def test_constants_replace_what_was_derived() -> None:
     cost = cost_model("H100", SETTINGS, named="Qwen2.5-7B", constants={"iteration_s": 0.01, "max_batch": 64.0})
     assert cost.iteration_s == 0.01 and cost.max_batch == 64 and isinstance(cost.max_batch, int)
     assert cost.sequence_s == h100().sequence_s
-    with pytest.raises(ConfigurationError, match=r"iteration_s must be at least 0"):
+    with pytest.raises(ConfigurationError, match=r"iteration_s must be finite, at least 0"):
         cost_model("H100", SETTINGS, named="Qwen2.5-7B", constants={"iteration_s": -1.0})
 
 

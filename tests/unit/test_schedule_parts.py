@@ -96,6 +96,31 @@ def test_a_replica_with_the_groups_prompt_is_preferred_up_to_an_eighth_more_task
     assert place(replicas, min_version=0, home=0, home_lead=1) == int(ahead > 1), "nor more than it may"
 
 
+def test_where_memory_says_how_many_turns_run_the_groups_prompt_decides() -> None:
+    replicas = [ReplicaView(0, 0, tasks=9), ReplicaView(1, 0, tasks=2, pressed=True)]
+    assert place(replicas, min_version=0, home=0, home_lead=8) == 0
+    replicas[1] = ReplicaView(1, 0, tasks=2)
+    assert place(replicas, min_version=0, home=0, home_lead=8) == 1, "the least loaded one has room"
+
+
+def test_a_member_waits_for_its_prompts_replica_while_others_have_something_else_to_do() -> None:
+    def decided(home_room: set[str], other_room: set[str], **changes: object) -> Admission | Blocked:
+        replicas = [ReplicaView(0, 0, 2, frozenset(home_room)), ReplicaView(1, 0, 2, frozenset(other_room))]
+        return next_admission(view(replicas=replicas, member_min_version=0, member_home=0, home_lead=8, **changes))
+
+    full = StartView(started_groups=4, total_groups=8, global_batch_groups=2, max_staleness=1)
+    assert decided({"member"}, {"member", "own", "group"}) == Admission("member", 0)
+    assert decided(set(), {"member", "own"}) == Admission("own", 1), "a member of a group that was opened there"
+    assert decided(set(), {"member", "group"}) == Admission("group", 1), "or a new group"
+    assert decided(set(), {"member"}) == Admission("member", 1), "nothing waits for a replica while another has room"
+    assert decided(set(), {"member", "group"}, start=full) == Admission("member", 1), "no group may start"
+    assert decided(set(), {"own"}) == Admission("own", 1)
+    assert decided({"own"}, set()) == Admission("own", 0)
+    assert decided(set(), set()) == Blocked("kv")
+    away = [ReplicaView(1, 0, 2, frozenset({"member", "group"})), ReplicaView(2, 0, 2, frozenset({"group"}))]
+    assert next_admission(view(replicas=away, member_min_version=0, member_home=0)) == Admission("member", 1)
+
+
 @given(st.lists(st.integers(1, 300), max_size=40), st.integers(50, 400))
 def test_micro_batches_hold_every_sequence_once_and_keep_the_budget(lengths, budget) -> None:
     batches = shape_micro_batches(lengths, budget)

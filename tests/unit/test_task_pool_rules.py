@@ -348,6 +348,58 @@ def test_beside_those_who_wait_one_more_fills_a_gap_where_kv_comes_back_from_hos
         assert small.room_for("train:web", 10.0, 1.0) is fits, "the pool's 96 and the host's"
 
 
+def late_pool(budget: int = 400, **changes: object) -> TaskPool:
+    """Turns run for 1.1 s. One task has begun 20 s after it was admitted, taken a turn up to 40 positions, and gone."""
+    pool = pool_of(budget, 1e-3, **changes)
+    admitted(pool, train(0))
+    pool.ask(train(0), 30, 10, 20.0)
+    pool.ended(train(0), 40, 10, 21.0)
+    pool.leave(train(0), finished=True)
+    assert pool.begins_late("train:web") and not pool.begins_late("eval:web")
+    return pool
+
+
+def test_tasks_that_begin_late_are_no_turns_and_hold_nothing_until_they_do() -> None:
+    pool = late_pool(max_batch=4)
+    admitted(pool, *(train(number) for number in range(1, 13)))
+    assert (pool.unbegun, pool.late, pool.booked_tokens) == (12, 12, 0.0)
+    assert pool.room_for("train:web", 30.0, 22.0), "beside one batch that runs and one that follows, nobody would begin"
+    assert pool.room_for("eval:web", 30.0, 22.0), "others will have begun and ended meanwhile"
+    pool.ask(train(1), 30, 10, 42.0)
+    assert (pool.unbegun, pool.late, pool.booked_tokens) == (11, 11, 30.0)
+    for number in range(1, 13):
+        pool.leave(train(number), finished=False)
+    assert (len(pool), pool.unbegun, pool.late, pool.booked_tokens) == (0, 0, 0, 0.0)
+
+
+def test_as_many_begin_late_as_take_the_place_of_those_that_end() -> None:
+    # Of 6 turns half are expected: four tasks of which 2/7 end after each. One more ended after its first, so that
+    # 4/7 go on after that and 5/7 after the others: 1 + 4/7 · (1 + 5/7 + … + 5⁴/7⁴) = 2.63 turns. Of n that begin within
+    # 20 s each takes them: n · 2.63 / 20 turns a second, which hold 40 positions for 1.1 s and no longer.
+    pool = late_pool(budget=400)
+    turns = 1.0 + float(pool.kinds["train:web"].growth.tables().left_turns[0])
+    assert turns == pytest.approx(1.0 + 4 / 7 * (1.0 - (5 / 7) ** 5) / (1.0 - 5 / 7))
+    most = int(400 / (40 * 1.1 * turns / 20.0))
+    assert most > 400 // 30, "more than would fit if all of them began at once"
+    for number in range(most):
+        assert pool.room_for("train:web", 30.0, 22.0), number
+        admitted(pool, train(1 + number))
+    assert not pool.room_for("train:web", 30.0, 22.0)
+    small = late_pool(budget=4000, max_batch=1)
+    most = int(BATCHES * 1 / (1.1 * turns / 20.0))
+    admitted(small, *(train(1 + number) for number in range(most - 1)))
+    assert small.room_for("train:web", 30.0, 22.0)
+    admitted(small, train(most))
+    assert not small.room_for("train:web", 30.0, 22.0), "two batches of turns would be in the engine"
+
+
+def test_an_engine_with_nothing_in_flight_takes_one_that_begins_late_whatever_it_holds() -> None:
+    pool = late_pool(budget=96)
+    assert pool.room_for("train:web", 96.0, 22.0)
+    admitted(pool, train(1))
+    assert not pool.room_for("train:web", 96.0, 22.0, 8)
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     contexts=st.lists(st.integers(1, 60), min_size=1, max_size=8),

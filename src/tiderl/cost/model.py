@@ -7,10 +7,14 @@ one token. The trainer's work is proportional to its tokens. Knows no clock and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from tiderl.data.errors import ConfigurationError
+
+LIMITS = ("max_batch", "kv_capacity_tokens")
+"""Constants that are counts."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +58,19 @@ class CostModel:
         )
 
     def with_constants(self, constants: Mapping[str, float]) -> CostModel:
-        """The same with some constants replaced, by their names here. Raises `ConfigurationError` for an unknown or
-        negative one."""
+        """The same with some constants replaced, by their names here. Raises `ConfigurationError` for an unknown one,
+        for one that is negative or not finite, and for a limit that is no whole number of at least 1."""
         names = [field.name for field in fields(self)]
         for name, value in constants.items():
             if name not in names:
                 raise ConfigurationError(
                     f"unknown constant {name!r}", where="sim.cost", hint=f"known: {', '.join(names)}"
                 )
-            if not value >= 0:
-                raise ConfigurationError(f"{name} must be at least 0, given {value}", where=f"sim.cost.{name}")
-        counts = {name: int(value) for name, value in constants.items() if name in ("max_batch", "kv_capacity_tokens")}
+            if name in LIMITS and not (value >= 1 and math.isfinite(value) and value == int(value)):
+                raise ConfigurationError(
+                    f"{name} must be a whole number of at least 1, given {value}", where=f"sim.cost.{name}"
+                )
+            if not (value >= 0 and math.isfinite(value)):
+                raise ConfigurationError(f"{name} must be finite, at least 0, given {value}", where=f"sim.cost.{name}")
+        counts = {name: int(value) for name, value in constants.items() if name in LIMITS}
         return replace(self, **{**constants, **counts})  # type: ignore[arg-type]
