@@ -374,8 +374,8 @@ def test_tasks_that_begin_late_are_no_turns_and_hold_nothing_until_they_do() -> 
 
 def test_as_many_begin_late_as_take_the_place_of_those_that_end() -> None:
     # Of 6 turns half are expected: four tasks of which 2/7 end after each. One more ended after its first, so that
-    # 4/7 go on after that and 5/7 after the others: 1 + 4/7 · (1 + 5/7 + … + 5⁴/7⁴) = 2.63 turns. Of n that begin within
-    # 20 s each takes them: n · 2.63 / 20 turns a second, which hold 40 positions for 1.1 s and no longer.
+    # 4/7 go on after that and 5/7 after the others: 1 + 4/7 · (1 + 5/7 + … + 5⁴/7⁴) = 2.63 turns. Of n that begin in
+    # 20 s, each takes them: n · 2.63 / 20 turns a second, which hold 40 positions for 1.1 s and no longer.
     pool = late_pool(budget=400)
     turns = 1.0 + float(pool.kinds["train:web"].growth.tables().left_turns[0])
     assert turns == pytest.approx(1.0 + 4 / 7 * (1.0 - (5 / 7) ** 5) / (1.0 - 5 / 7))
