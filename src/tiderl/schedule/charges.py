@@ -169,7 +169,7 @@ class Charges:
     def new_tokens(self, kind: str, group: Hashable, tokens: int) -> int:
         """As `own_tokens`, for a task that has not begun: of a group that nobody has begun here, what its kind has in
         common counts as there where others in flight have it."""
-        if not self.first_tokens(group):
+        if self._prompts.groups and not self.first_tokens(group):
             common = self._common(kind, tokens - 1)
             if common in self._prompts.groups:
                 tokens -= common[1]
@@ -216,15 +216,20 @@ class Charges:
         prompt = self._groups[resident.group]
         charged = self._blocks(max(1, tokens - prompt.shared_tokens)) if tokens else 0
         before, ran = resident.charged_tokens, resident.charged_tokens if resident.charged_running else 0
-        self._all.change(resident.group, prompt, before, charged)
-        if not resident.charged_due:
-            self._stays.change(resident.group, prompt, before, charged)
+        if before and charged:  # as `change`, of which this is the most frequent case
+            self._all.tokens += charged - before
+            if not resident.charged_due:
+                self._stays.tokens += charged - before
+        elif charged != before:
+            self._all.change(resident.group, prompt, before, charged)
+            if not resident.charged_due:
+                self._stays.change(resident.group, prompt, before, charged)
         runs = charged if running else 0
         if runs != ran:
             self._running.change(resident.group, prompt, ran, runs)
             self.running_tokens += runs - ran
         resident.charged_tokens, resident.charged_running = charged, running
-        if not running:
+        if not running and resident.computed != (tokens > 0):
             self.common.computed(resident, tokens > 0)
         if self._all.tokens < 0:
             raise InvariantViolation(f"{self._all.tokens} tokens used", where="task pool, I4")
@@ -233,10 +238,12 @@ class Charges:
         """Whether what it holds may leave."""
         if resident.charged_due == is_due:
             return
+        resident.charged_due = is_due
+        if not resident.charged_tokens:
+            return
         prompt, charged = self._groups[resident.group], resident.charged_tokens
         before, after = (charged, 0) if is_due else (0, charged)
         self._stays.change(resident.group, prompt, before, after)
-        resident.charged_due = is_due
 
     def _common(self, kind: str, tokens: int) -> Common:
         """Of so many positions of one of the kind."""

@@ -96,7 +96,9 @@ class TaskGrowth:
         self.steps = -(-max_turns // self.step_turns)
         self._done = np.full(self.steps, PRIOR_TASKS * self.step_turns)  # turns, by class
         self._ended = 2.0 / (max_turns + 1) * self._done  # of these, the last ones
-        self._grown, self._first, self._said, self._contexts = Recent(), Recent(), Recent(), Recent()
+        self._grown, self._first, self._said = Recent(), Recent(), Recent()
+        self.context_tokens = 0.0
+        """Of a task at the ends of its turns, on average; 0 before any."""
         self._said_turns = 0
         self._reserves = (0, 0)  # where giving way is dear, and where it is cheap
         self._reserves_at = -SAID_REFRESH  # turns that there were
@@ -138,13 +140,8 @@ class TaskGrowth:
     def said(self, new_tokens: int, context_tokens: int) -> None:
         """A turn has sampled so many tokens, and its context has so many then."""
         self._said.append(new_tokens)
-        self._contexts.append(context_tokens)
         self._said_turns += 1
-
-    @property
-    def context_tokens(self) -> float:
-        """Of a task at the ends of its turns, on average; 0 before any."""
-        return self._contexts.mean
+        self.context_tokens += (context_tokens - self.context_tokens) / min(self._said_turns, REMEMBERED_TURNS)
 
     def reserved_tokens(self, max_new_tokens: int, *, cheap: bool = False) -> int:
         """Room for what a turn will sample: half of the quantile of what turns did, all it may before enough did.

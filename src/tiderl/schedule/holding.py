@@ -79,8 +79,8 @@ class Holding:
 
     def drop(self, resident: Resident) -> None:
         """Its KV is gone."""
-        self._take_out(resident)
         self._charges.charge(resident, 0)
+        self._take_out(resident)
 
     def make_room(self, resident: Resident, now_s: float, price: Price, hold_s: HoldS | None) -> list[Departure]:
         """Whose KV leaves so that the task's next turn, which has no room, gets some: nobody's if that is not enough.

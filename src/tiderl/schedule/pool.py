@@ -26,7 +26,7 @@ from tiderl.schedule.order import CANDIDATES, Ready
 from tiderl.schedule.priority import STANDARD, Key, PriorityName, TaskFacts, Weights, priority
 from tiderl.schedule.rates import EngineRates
 from tiderl.schedule.residents import Facts, Kind, Resident
-from tiderl.schedule.retention import Outcome, Price, memory_price
+from tiderl.schedule.retention import Outcome, Price, leaves_by, memory_price
 
 BATCHES = 2
 """Turns in an engine, in full batches, up to which more tasks are admitted: one runs, one is there to follow."""
@@ -181,7 +181,8 @@ class TaskPool:
     @property
     def _loads_back(self) -> bool:
         """KV that leaves, of a turn that gives way too, comes back from host memory, which delays nobody else."""
-        return self.rates.known and self.price().leave == "offload"
+        rates = self.rates
+        return rates.known and leaves_by(rates.compute_token_s, self.reload_token_s) == "offload"
 
     def _resident(self, now_s: float) -> float:
         """The share of the tasks that hold KV, or would be worth it: all but those whose environments have worked for

@@ -41,6 +41,12 @@ REMEMBERED_WAITS = 512
 REFRESH_EVERY = 32
 
 
+def leaves_by(compute_token_s: float, reload_token_s: float | None) -> Choice:
+    """How KV leaves when it does, by the seconds that either way back takes for a token; None: there is no host
+    memory."""
+    return "offload" if reload_token_s is not None and reload_token_s < compute_token_s else "drop"
+
+
 @dataclass(frozen=True)
 class Price:
     """What memory and bringing KV back cost now, on one replica."""
@@ -64,7 +70,7 @@ class Price:
     def leave(self) -> Choice:
         """How KV leaves, when it does: to host memory where loading is faster than computing, so that the link that all
         loads share brings back no less than computing would."""
-        return "offload" if self.reload_token_s is not None and self.reload_token_s < self.compute_token_s else "drop"
+        return leaves_by(self.compute_token_s, self.reload_token_s)
 
     @property
     def hold_s(self) -> float:
