@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,10 +63,10 @@ def test_what_a_group_begins_with_is_charged_once_on_each_replica() -> None:
     assert [pool.used_tokens for pool in pools] == [0, 40 + 2 * 8]
 
 
-def opened(pool: TaskPool, number: int, cached: int, *, first: int = 42) -> None:
+def opened(pool: TaskPool, number: int, cached: int, *, first: int = 42, ids: np.ndarray | None = None) -> None:
     """A group's only member so far has done its first turn, `cached` tokens of which were there. It says 2."""
     admitted(pool, train(0, number))
-    assert pool.ask(train(0, number), first, 2, 0.0).go == (train(0, number),)
+    assert pool.ask(train(0, number), first, 2, 0.0, first_ids=ids).go == (train(0, number),)
     pool.ended(train(0, number), first + 2, 2, 0.0, cached_tokens=cached)
 
 
@@ -88,6 +89,29 @@ def test_what_groups_have_in_common_is_charged_once_when_four_have_found_it() ->
     assert pool.used_tokens == 5 * 44 + 20 + 24, "one of the last group is left"
     pool.leave(train(1, 7), finished=True)
     assert pool.used_tokens == 5 * 44
+
+
+def test_groups_that_begin_otherwise_share_with_others_like_them_only() -> None:
+    """Two sets of tools of 20 tokens, and prompts that come again: each finds its own, which is not the others'."""
+    pool = pool_of(1000, block_tokens=4, shares_prompts=True)
+
+    def first_ids(tools: int, prompt: int) -> np.ndarray:
+        return np.array([tools] * 22 + [prompt] * 20, np.int32)
+
+    pool._charges.common._found["train:web"].extend([22] * 4)
+    for number in range(4):
+        opened(pool, number, 22, ids=first_ids(number % 2, number))
+    assert pool.used_tokens == 4 * 4 + 4 * 20 + 2 * 20, "own blocks, the groups' parts, and both sets of tools"
+    admitted(pool, train(0, 9))
+    assert pool.booked_tokens - pool.used_tokens == 20, "what it begins with is not known: all of it is expected"
+    for number in (0, 2):
+        pool.leave(train(0, number), finished=True)
+    assert pool.used_tokens == 2 * 4 + 2 * 20 + 20, "one set of tools has gone with the last of its groups"
+    same = pool_of(1000, block_tokens=4, shares_prompts=True)
+    same._charges.common._found["train:web"].extend([42] * 4)
+    for number in range(4):
+        opened(same, number, 42, ids=first_ids(0, number % 2))
+    assert same.used_tokens == 4 * 4 + 2 * 40, "two prompts, each of which came twice, are there twice"
 
 
 def test_an_evaluation_has_nothing_in_common_with_groups_of_training() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from tiderl.data.records import TaskKey
 from tiderl.data.turns import TurnResult
 from tiderl.runtime.ports import Engine, EnvironmentHandle
@@ -24,8 +26,16 @@ class Seat(Protocol):
     def priority(self) -> float:
         """In the engine's queue, and in what its KV is worth there; larger first."""
 
-    async def enter(self, context_tokens: int, max_new_tokens: int, handle: EnvironmentHandle) -> None:
-        """Returns when a turn with this context may run."""
+    async def enter(
+        self,
+        context_tokens: int,
+        max_new_tokens: int,
+        handle: EnvironmentHandle,
+        *,
+        first_ids: np.ndarray | None = None,
+    ) -> None:
+        """Returns when a turn with this context may run. `first_ids`: the context, int32 [context_tokens], before the
+        task's first turn."""
 
     def ended(self, result: TurnResult, context_tokens: int) -> None:
         """The turn ended; the context is `context_tokens` long now."""
@@ -43,7 +53,14 @@ class FixedSeat:
     def __init__(self, key: TaskKey, engine: Engine, priority: float) -> None:
         self.key, self.engine, self.priority = key, engine, priority
 
-    async def enter(self, context_tokens: int, max_new_tokens: int, handle: EnvironmentHandle) -> None:
+    async def enter(
+        self,
+        context_tokens: int,
+        max_new_tokens: int,
+        handle: EnvironmentHandle,
+        *,
+        first_ids: np.ndarray | None = None,
+    ) -> None:
         pass
 
     def ended(self, result: TurnResult, context_tokens: int) -> None:

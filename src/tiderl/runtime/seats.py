@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from tiderl.data.events import Event
 from tiderl.data.pools import PoolBook
 from tiderl.data.records import TaskKey
@@ -189,13 +191,20 @@ class TaskSeats:
     def engine(self, replica: int) -> Engine:
         return self._engines[replica]
 
-    async def enter(self, seat: TaskSeat, context_tokens: int, max_new_tokens: int, handle: EnvironmentHandle) -> None:
+    async def enter(
+        self,
+        seat: TaskSeat,
+        context_tokens: int,
+        max_new_tokens: int,
+        handle: EnvironmentHandle,
+        first_ids: np.ndarray | None,
+    ) -> None:
         key, pool = seat.key, self.pools[seat.replica]
         if not seat.began:
             seat.began = True
             self._began(key)
         seat.wanted_tokens = context_tokens + max_new_tokens
-        verdict = pool.ask(key, context_tokens, max_new_tokens, _now())
+        verdict = pool.ask(key, context_tokens, max_new_tokens, _now(), first_ids=first_ids)
         if key in verdict.go:
             self._report_wait(seat)
             self.apply(seat.replica, verdict)
@@ -280,8 +289,15 @@ class TaskSeat:
     def priority(self) -> float:
         return self._seats.pools[self.replica].engine_priority(self.key, _now())
 
-    async def enter(self, context_tokens: int, max_new_tokens: int, handle: EnvironmentHandle) -> None:
-        await self._seats.enter(self, context_tokens, max_new_tokens, handle)
+    async def enter(
+        self,
+        context_tokens: int,
+        max_new_tokens: int,
+        handle: EnvironmentHandle,
+        *,
+        first_ids: np.ndarray | None = None,
+    ) -> None:
+        await self._seats.enter(self, context_tokens, max_new_tokens, handle, first_ids)
 
     def ended(self, result: TurnResult, context_tokens: int) -> None:
         self._seats.ended(self, result, context_tokens)

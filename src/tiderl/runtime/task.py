@@ -137,11 +137,12 @@ class TaskPlayer:
         parts: list[np.ndarray] = []
         left = max_new_tokens
         while True:
-            await self.seat.enter(self.record.context_tokens, left, handle)
+            ids = self.record.context()
+            await self.seat.enter(len(ids), left, handle, first_ids=None if number else ids)
             turn = Turn(
                 task=self.key,
                 turn=number,
-                ids=self.record.context(),
+                ids=ids,
                 sampling=Sampling(
                     temperature=self.limits.temperature,
                     max_new_tokens=left,

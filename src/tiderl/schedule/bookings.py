@@ -40,16 +40,13 @@ class Bookings:
         self._max_turns, self._max_context_tokens = max_turns, max_context_tokens
         self._populations: dict[str, Population] = {}
         self._shares: dict[str, Share] = {}
+        self.own_tokens = 0
+        """Contexts of all tasks in flight, those without KV included, without their groups' prompts."""
 
     @property
     def tokens(self) -> float:
         """Contexts of all tasks in flight, those without KV included, each group's prompt once."""
         return self.own_tokens + self._charges.prompt_tokens
-
-    @property
-    def own_tokens(self) -> float:
-        """Of these, what is not their groups'."""
-        return sum(population.tokens for population in self._populations.values())
 
     def expected_first_tokens(self, kind: str, group: Hashable) -> float | None:
         """Context of a first turn: the group's own where a member has begun, else `z` standard deviations above its
@@ -67,15 +64,21 @@ class Bookings:
 
     def book(self, resident: Resident, context_tokens: int) -> None:
         """It has this context, and as many turns done as it says."""
-        tokens = self._charges.new_tokens(resident.kind, resident.group, context_tokens)
+        charges = self._charges
+        if resident.first_tokens:
+            tokens = charges.own_tokens(resident.group, context_tokens)
+        else:
+            tokens = charges.new_tokens(resident.kind, resident.group, context_tokens)
         population = self._population(resident.kind)
         step = self.kinds[resident.kind].growth.step_of(resident.turns)
         population.add(step, tokens)
+        self.own_tokens += tokens
         resident.booked_tokens, resident.booked_step = tokens, step
 
     def unbook(self, resident: Resident) -> None:
         if resident.booked_tokens:
-            self._population(resident.kind).remove(resident.booked_step, resident.booked_tokens)
+            self._populations[resident.kind].remove(resident.booked_step, resident.booked_tokens)
+            self.own_tokens -= resident.booked_tokens
             resident.booked_tokens = 0
 
     def rebook(self, resident: Resident, context_tokens: int) -> None:

@@ -7,17 +7,21 @@ was known when the group began. Decides nothing.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from tiderl.data.errors import InvariantViolation, RequestTooLarge
 from tiderl.data.records import TaskKey
 from tiderl.schedule.common import CommonPrompts
 from tiderl.schedule.residents import Resident
 
-Common = tuple[str, int]
-"""Kind of the groups, and positions from the start on. Two lengths that were learned one after the other are charged
-as two: no group's part changes while it is here."""
+Common = tuple[str, int, bytes]
+"""Kind of the groups, positions from the start on, and what stands there: groups that begin otherwise, such as with
+other tools, have nothing in common with these. Two lengths that were learned one after the other are charged as two: no
+group's part changes while it is here."""
 
 
 @dataclass
@@ -99,6 +103,8 @@ class Charges:
         """Charged for turns that run, without their groups' prompts."""
         self._groups: dict[Hashable, GroupPrompt] = {}
         self._prompts = Prompts()
+        self.due_tokens = 0
+        """Charged for what may leave, without its groups' prompts."""
         self._members = 0  # of all of them
         self._all, self._running, self._stays = Sum(), Sum(), Sum()
 
@@ -112,7 +118,7 @@ class Charges:
         if resident >= 1.0 or not self._groups:
             return float(self.prompt_tokens)
         nobody = 1.0 - max(0.0, resident)
-        common_tokens = sum(tokens for _, tokens in self._prompts.groups)
+        common_tokens = sum(tokens for _, tokens, _ in self._prompts.groups)
         parts_tokens = self.prompt_tokens - common_tokens
         members = self._members / len(self._groups)
         return parts_tokens * (1.0 - nobody**members) + common_tokens * (1.0 - nobody**self._members)
@@ -121,7 +127,7 @@ class Charges:
         """Of a context, what it charges on average, with its part in the group's prompt."""
         if not self._groups:
             return context_tokens
-        again = sum((groups - 1) * tokens for (_, tokens), groups in self._prompts.groups.items())
+        again = sum((groups - 1) * tokens for (_, tokens, _), groups in self._prompts.groups.items())
         shared_tokens = (self.prompt_tokens + again) / len(self._groups)
         return max(1.0, context_tokens - shared_tokens) + self.prompt_tokens / self._members
 
@@ -155,8 +161,8 @@ class Charges:
         if not self.shares_prompts:
             return []
         known.shared_tokens = self._whole_blocks(first_tokens - 1)
-        common = self._common(resident.kind, first_tokens - 1)
-        known.common = common if common[1] else None
+        tokens = self._common_tokens(resident.kind, first_tokens - 1)
+        known.common = (resident.kind, tokens, _digest(resident.first_ids, tokens)) if tokens else None
         if known.shared_tokens:
             self.prompt_tokens += self._prompts.add(known)
         return list(known.members.values())
@@ -168,11 +174,11 @@ class Charges:
 
     def new_tokens(self, kind: str, group: Hashable, tokens: int) -> int:
         """As `own_tokens`, for a task that has not begun: of a group that nobody has begun here, what its kind has in
-        common counts as there where others in flight have it."""
+        common counts as there where others in flight have it and all of them begin alike."""
         if self._prompts.groups and not self.first_tokens(group):
-            common = self._common(kind, tokens - 1)
-            if common in self._prompts.groups:
-                tokens -= common[1]
+            common_tokens = self._common_tokens(kind, tokens - 1)
+            if sum(found[:2] == (kind, common_tokens) for found in self._prompts.groups) == 1:
+                tokens -= common_tokens
         return self.own_tokens(group, tokens)
 
     def missing(self, resident: Resident, tokens: int, *, without_due: bool = False) -> int:
@@ -216,6 +222,8 @@ class Charges:
         prompt = self._groups[resident.group]
         charged = self._blocks(max(1, tokens - prompt.shared_tokens)) if tokens else 0
         before, ran = resident.charged_tokens, resident.charged_tokens if resident.charged_running else 0
+        if resident.charged_due:
+            self.due_tokens += charged - before
         if before and charged:  # as `change`, of which this is the most frequent case
             self._all.tokens += charged - before
             if not resident.charged_due:
@@ -241,16 +249,22 @@ class Charges:
         resident.charged_due = is_due
         if not resident.charged_tokens:
             return
-        prompt, charged = self._groups[resident.group], resident.charged_tokens
+        charged = resident.charged_tokens
+        self.due_tokens += charged if is_due else -charged
         before, after = (charged, 0) if is_due else (0, charged)
-        self._stays.change(resident.group, prompt, before, after)
+        self._stays.change(resident.group, self._groups[resident.group], before, after)
 
-    def _common(self, kind: str, tokens: int) -> Common:
+    def _common_tokens(self, kind: str, tokens: int) -> int:
         """Of so many positions of one of the kind."""
-        return kind, self._whole_blocks(min(tokens, self.common.tokens(kind)))
+        return self._whole_blocks(min(tokens, self.common.tokens(kind)))
 
     def _whole_blocks(self, tokens: int) -> int:
         return tokens // self.block_tokens * self.block_tokens
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens) * self.block_tokens
+
+
+def _digest(ids: np.ndarray | None, tokens: int) -> bytes:
+    """Of the first `tokens` ids; the same for all contexts whose ids nobody knows."""
+    return b"" if ids is None else hashlib.blake2b(ids[:tokens].tobytes(), digest_size=16).digest()

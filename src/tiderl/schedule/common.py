@@ -8,10 +8,11 @@ other groups have left, so what it finds is what they have in common. Three thin
 - Members of a group begin together, and who of them was first in the engine is not known; the others find all of their
   prompt. What counts is the least that was found by those that began before the first of them ended, when all have
   ended.
-- The prompt itself was there, of an earlier group with the same one. So what counts is the least that the last few
-  groups have found. Where all find all of their prompts, these are the same, and common they are.
+- The prompt itself was there, of an earlier group with the same one, or that of a few with the same tools. So what
+  counts is the least that the last few groups have found, and who begins otherwise shares it with others like it only
+  (`charges.Common`).
 
-Of a kind with several common prompts only as much is charged as the shortest has. Pure; decides nothing.
+Pure; decides nothing.
 """
 
 from __future__ import annotations

@@ -25,14 +25,11 @@ class Population:
 
     steps: int
     sums: array[float] = field(init=False)  # [K·3]: numpy takes several times longer to change one
-    tokens: float = field(init=False, default=0.0)
-    """Context tokens of all of them."""
 
     def __post_init__(self) -> None:
         self.sums = array("d", bytes(3 * 8 * self.steps))
 
     def add(self, step: int, tokens: float, sign: int = 1) -> None:
-        self.tokens += sign * tokens
         sums, row = self.sums, 3 * step
         sums[row] += sign
         sums[row + 1] += sign * tokens

@@ -88,9 +88,13 @@ class Holding:
         `hold_s`: only what has been held for longer may leave; None: everything that does not run.
         """
         self._find_due(now_s, price, hold_s)
-        if self._charges.missing(resident, resident.wanted_tokens, without_due=True) > 0:
-            return []
         missing = self._charges.missing(resident, resident.wanted_tokens)
+        # Mostly their own parts are enough, without the prompts that would go with them.
+        mine_tokens = resident.charged_tokens if resident.charged_due else 0
+        if self._charges.due_tokens - mine_tokens < missing and (
+            self._charges.missing(resident, resident.wanted_tokens, without_due=True) > 0
+        ):
+            return []
         departures = []
         while missing > 0:
             victim = self._due.first(now_s, but=resident)

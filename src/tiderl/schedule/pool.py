@@ -17,6 +17,8 @@ import math
 from collections.abc import Hashable
 from typing import NamedTuple
 
+import numpy as np
+
 from tiderl.data.errors import InvariantViolation
 from tiderl.data.records import TaskKey
 from tiderl.schedule.bookings import Bookings
@@ -145,7 +147,7 @@ class TaskPool:
         """Whether environments of this kind take longer to begin than a turn runs: what the pool holds at admission
         says little about the first turn."""
         known = self.kinds.get(kind)
-        return known is not None and self.rates.known and known.resets.mean_s > self.rates.active_s
+        return known is not None and self.rates.turns > 0 and known.resets.mean_s > self.rates.active_s
 
     def _replaces(self, kind: str, tokens: float, tasks: int) -> bool:
         """Whether so many more that begin late will only take the place of those that end meanwhile. In the long run
@@ -181,8 +183,9 @@ class TaskPool:
     @property
     def _loads_back(self) -> bool:
         """KV that leaves, of a turn that gives way too, comes back from host memory, which delays nobody else."""
-        rates = self.rates
-        return rates.known and leaves_by(rates.compute_token_s, self.reload_token_s) == "offload"
+        if self.reload_token_s is None or not self.rates.known:
+            return False
+        return leaves_by(self.rates.compute_token_s, self.reload_token_s) == "offload"
 
     def _resident(self, now_s: float) -> float:
         """The share of the tasks that hold KV, or would be worth it: all but those whose environments have worked for
@@ -238,18 +241,30 @@ class TaskPool:
         self.unbegun += 1
         self.late += resident.late
 
-    def ask(self, key: TaskKey, context_tokens: int, max_new_tokens: int, now_s: float) -> Verdict:
+    def ask(
+        self,
+        key: TaskKey,
+        context_tokens: int,
+        max_new_tokens: int,
+        now_s: float,
+        *,
+        first_ids: np.ndarray | None = None,
+    ) -> Verdict:
         """The task's next turn, or the rest of one that was interrupted, could run now. If it is not among those that
-        `go`, it waits. Raises `RequestTooLarge` for a turn that this pool can never hold."""
+        `go`, it waits. `first_ids`: of its first turn's context, int32 [context_tokens]. Raises `RequestTooLarge` for a
+        turn that this pool can never hold."""
         resident = self._tasks[key]
         self._charges.refuse(resident, context_tokens + max_new_tokens)
         if resident.state not in ("admitted", "waiting"):
             raise InvariantViolation(f"{key} asks for a turn and is {resident.state}", where="task pool")
-        self._begins(resident)
+        if resident.state == "admitted":
+            self._begins(resident)
         self._spent(now_s)
         self.waiting -= resident.state == "waiting"
         kind = self.kinds[resident.kind]
         if not resident.interrupted:
+            if not resident.turns:
+                resident.first_ids = first_ids
             kind.begins(resident, context_tokens, now_s)
             self._bookings.learn(resident)
         resident.context_tokens = context_tokens
@@ -392,7 +407,8 @@ class TaskPool:
         the new price."""
         self.rates.spent(now_s, running=self.active)
         self._holding.look(now_s, queued=len(self._ready) > 0)
-        self._mean_tokens = self._bookings.own_tokens / max(1, len(self) - self.late)
+        begun = len(self._tasks) - self.late
+        self._mean_tokens = self._bookings.own_tokens / begun if begun else 0.0
 
     def _enter(self, resident: Resident, tokens: int) -> None:
         if resident.key in self._tasks:

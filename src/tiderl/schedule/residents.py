@@ -9,6 +9,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from tiderl.data.records import TaskKey
 from tiderl.schedule.growth import TaskGrowth
 from tiderl.schedule.priority import TaskFacts
@@ -53,6 +55,8 @@ class Resident:
     """Turns done; one that was interrupted is not."""
     first_tokens: int = 0
     """Context of its first turn."""
+    first_ids: np.ndarray | None = None
+    """Its ids, int32 [first_tokens]; None: not known."""
     asked_tokens: int = 0
     """Context of its last turn."""
     context_tokens: int = 0
