@@ -65,8 +65,8 @@ class ForgetsOne(Run):
         seats = loops.rollout.kv._seats  # type: ignore[attr-defined]
         enter = seats.enter
 
-        async def deaf(seat: Any, context_tokens: int, max_new_tokens: int, handle: EnvironmentHandle) -> None:
-            await enter(seat, context_tokens, max_new_tokens, Deaf(handle, self.lost))
+        async def deaf(seat: Any, context_tokens: int, new_tokens: int, handle: EnvironmentHandle, ids: Any) -> None:
+            await enter(seat, context_tokens, new_tokens, Deaf(handle, self.lost), ids)
 
         seats.enter = deaf
         return loops

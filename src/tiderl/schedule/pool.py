@@ -147,7 +147,7 @@ class TaskPool:
         """Whether environments of this kind take longer to begin than a turn runs: what the pool holds at admission
         says little about the first turn."""
         known = self.kinds.get(kind)
-        return known is not None and self.rates.turns > 0 and known.resets.mean_s > self.rates.active_s
+        return known is not None and self.rates.known and known.resets.mean_s > self.rates.active_s
 
     def _replaces(self, kind: str, tokens: float, tasks: int) -> bool:
         """Whether so many more that begin late will only take the place of those that end meanwhile. In the long run
