@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tiderl.config.check import IMAGE_KEYS, NOT_IN_SIM, check_first_observation
@@ -470,6 +470,10 @@ def test_all_priority_weights_that_count_are_told_with_their_origin(tmp_path: Pa
 
 
 @given(st.text(max_size=12))
+@example(".0")
+@example(".5e3")
+@example("./data")
+@example(".inf")
 def test_any_text_is_written_so_that_it_reads_back_as_that_text(text: str) -> None:
     assert parse(flow(text), where="text").values == text
     assert parse(flow({text: [text, None]}), where="text").values == {text: [text, None]}

@@ -17,7 +17,7 @@ from tiderl.config import document
 from tiderl.config.load import dump, leaves
 from tiderl.config.resolve import Resolved
 
-_PLAIN = re.compile(r"[A-Za-z./][A-Za-z0-9_./-]*(?::[A-Za-z0-9_./-]+)*")
+_PLAIN = re.compile(r"(?:[A-Za-z/]|\.(?![0-9]))[A-Za-z0-9_./-]*(?::[A-Za-z0-9_./-]+)*")
 _WORDS = ("true", "false", "null", ".nan", ".inf")
 COMMENT_COLUMN = 48
 
