@@ -1,9 +1,11 @@
-"""Admission and placement of tasks at request level: the `lru` policy, where the engine's cache knows no tasks.
+"""Admission and placement of tasks: what starts next, and on which replica. Under `lru` every replica has room for
+everything; under `ctb` the views say what theirs has room for, and a group's members prefer the one that it was opened
+on.
 
 Order of admission: evaluation first (it pins a version and so blocks publishing), then members of groups that have
 started (groups complete before others begin), then new groups while the staleness rule allows. Work conserving: nothing
-waits for a certain replica while another eligible one has room. A replica has room for its part of all slots, else the
-first to load a new version, by a moment, would take the whole batch that waits for it.
+waits for a certain replica while another eligible one has room and nothing else to start. A replica has room for its
+part of all slots, else the first to load a new version, by a moment, would take the whole batch that waits for it.
 """
 
 from __future__ import annotations
